@@ -912,10 +912,12 @@ def programs(rank: int, size: int, device: Any) -> Found:
         y = x.clone().requires_grad_()
         out = ContextParallel(seqlen=32, strategy=strategy).attention(y, y, y, causal=True)
         (gradient,) = torch.autograd.grad(out.sum(), y, create_graph=True)
-        found += refused(
-            f"penalty, {strategy}", "second", lambda out=out, g=gradient: (out.sum() + g.square().sum()).backward(),
-            RuntimeError,
-        )  # fmt: skip
+        loss = out.sum() + gradient.square().sum()
+        for way, call in (
+            ("grad", lambda loss=loss, y=y: torch.autograd.grad(loss, y, retain_graph=True)),
+            ("backward", loss.backward),
+        ):
+            found += refused(f"penalty, {strategy}, {way}", "second", call, RuntimeError)
     for name, call in (
         ("jvp", lambda: torch.func.jvp(cp.unshard, (x,), (x,))), ("grad", lambda: torch.func.grad(cp.unshard)(x)),
     ):  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 
 from ..base.errors import shown
 from ..torch import attention
-from ..torch.autocast import cast_for_autocast
+from ..torch.autocast import cast_for_autocast, is_autocast
 
 # The bias of a row is as large as slope * rows of its call, and lse is float32: P of the backward pass has a relative
 # error of |lse| * 2**-22. Calls of so many rows keep it, for slopes up to 1, at the rounding of the input type.
@@ -44,11 +44,10 @@ def without_autocast(
 
     Autocast would round the term of ALiBi to the type of q: at 4096 keys out was 6 times as far from the exact one.
     """
-    device = q.device.type
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+    if not is_autocast(q):
         return (q, k, v), nullcontext()
     q, k, v, _ = cast_for_autocast(q, k, v, None)
-    return (q, k, v), torch.autocast(device, enabled=False)
+    return (q, k, v), torch.autocast(q.device.type, enabled=False)
 
 
 def packed_alibi(

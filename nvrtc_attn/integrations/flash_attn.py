@@ -20,6 +20,7 @@ from ..base.errors import shown
 from ..front.call import CallOptions
 from ..front.operands import INPUTS
 from ..torch import attention, attention_kvpacked, attention_qkvpacked
+from ..torch.autocast import is_autocast
 from ..torch.modified import needs_operator
 from ..torch.passes import check_call
 from ..torch.tensors import is_transformed
@@ -192,10 +193,10 @@ def _sequences_with_slopes(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out, lse) of packed sequences under ALiBi."""
     (q, k, v), outside = without_autocast(q, k, v)
-    if _is_eager(q, k, v, cu_seqlens_q, cu_seqlens_k):  # the calls below are of other shapes, and name other arguments
-        options = CallOptions(causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k)
-        named = {"q": q[None], "k": k[None], "v": v[None], "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-        check_call(tuple(map(named.get, INPUTS)), options)
+    _check_ahead(
+        CallOptions(causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k),
+        q=q[None], k=k[None], v=v[None], cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+    )  # fmt: skip
     check_slopes(alibi_slopes, cu_seqlens_q.shape[0] - 1, q.shape[1])
     given: dict[str, Any] = {
         "softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic or None,
@@ -220,6 +221,12 @@ def _sequences_with_slopes(
 def _is_eager(*tensors: Any) -> bool:
     """Whether a call can be checked before it is made: outside of programs, dispatch modes and transformations."""
     return not (torch.compiler.is_dynamo_compiling() or needs_operator(tensors) or is_transformed())
+
+
+def _check_ahead(options: CallOptions, **tensors: Any) -> None:
+    """Refuse what `attention` of these would refuse, before anything else is computed or written."""
+    if _is_eager(*tensors.values()):
+        check_call(tuple(map(tensors.get, INPUTS)), options)
 
 
 def _sequences_without_slopes(
@@ -325,10 +332,9 @@ def flash_attn_with_kvcache(
             raise ValueError(
                 f"{name}: shape {tuple(x.shape)}, {name}_cache has {tuple(cache.shape)}. All but the lengths are equal."
             )
-    # Before anything is written. Under autocast the check would need the cache in another type.
-    if k is not None and _is_eager(q, k_cache, v_cache, used) and not torch.is_autocast_enabled(q.device.type):
-        named = {"q": q, "k": k_cache, "v": v_cache, "seqused_k": used}
-        check_call(tuple(map(named.get, INPUTS)), CallOptions(causal, window_size, softmax_scale, softcap))
+    if k is not None and not is_autocast(q):  # which would need the cache in another type for a check
+        options = CallOptions(causal, window_size, softmax_scale, softcap)
+        _check_ahead(options, q=q, k=k_cache, v=v_cache, seqused_k=used)
     with torch.no_grad():
         if k is not None and v is not None and used is not None:
             places = used[:, None] + torch.arange(k.shape[1], device=q.device)
@@ -344,9 +350,9 @@ def flash_attn_with_kvcache(
 
 def _lengths_of_cache(lengths: Any, q: torch.Tensor, most: int) -> torch.Tensor | None:
     """int32 ``[B]`` of the argument ``cache_seqlens``: checked to be in [0, most] where the host has the values."""
-    batch = q.shape[0]
     if lengths is None:
         return None
+    batch, room = q.shape[0], f"The cache has room for 0 to {most} keys before k."
     if not isinstance(lengths, torch.Tensor):
         try:
             length = operator.index(lengths)
@@ -356,7 +362,7 @@ def _lengths_of_cache(lengths: Any, q: torch.Tensor, most: int) -> torch.Tensor 
                 f"tensor of shape [{batch}]."
             ) from None
         if not 0 <= length <= most:
-            raise ValueError(f"cache_seqlens: got {length}. Keys before k fit into the cache with it: 0 to {most}.")
+            raise ValueError(f"cache_seqlens: got {length}. {room}")
         return torch.full((batch,), length, dtype=torch.int32, device=q.device)
     if lengths.dtype != torch.int32 or tuple(lengths.shape) != (batch,):
         raise ValueError(
@@ -366,9 +372,7 @@ def _lengths_of_cache(lengths: Any, q: torch.Tensor, most: int) -> torch.Tensor 
     if lengths.device.type == "cpu" and batch and _is_eager(lengths):
         low, high = (int(x) for x in lengths.aminmax())
         if low < 0 or high > most:
-            raise ValueError(
-                f"cache_seqlens: from {low} to {high}. Keys before k fit into the cache with it: 0 to {most}."
-            )
+            raise ValueError(f"cache_seqlens: from {low} to {high}. {room}")
     return lengths
 
 

@@ -110,7 +110,7 @@ class BandMask(torch.Tensor):  # type: ignore[misc, unused-ignore]
         shape = (*self.shape[:2], self.shape[2] - first, self.shape[3])
         return BandMask(shape, self.device, band, lambda: self.dense()[:, :, first:], self)
 
-    # What torch does not ask operations for.
+    # These read the memory of a tensor without an operation of torch, and a wrapper has none.
     def tolist(self) -> Any:
         return self.dense().tolist()
 

@@ -255,7 +255,6 @@ def _operators() -> tuple[Any, Any]:
         "SUPPORTS_DROPOUT": True,
         "SUPPORTS_CUSTOM_SCALE": True,
         "SUPPORTS_DIFFERENT_VALUE_EMBED": True,
-        "SUPPORTS_BMGHK": True,
         "VARLEN_LSE_PACKED": True,
         "CUDA_MINIMUM_COMPUTE_CAPABILITY": (7, 5),
     }
@@ -267,6 +266,7 @@ def _operators() -> tuple[Any, Any]:
 
     class Forward(common.AttentionFwOpBase):  # type: ignore[misc, unused-ignore]
         NAME = "nvrtc_attnF"
+        SUPPORTS_BMGHK = True  # not backward: xFormers' own function cannot take gradients of rank 5 apart
 
         @classmethod
         def not_supported_reasons(cls, d: Any) -> list[str]:
@@ -308,7 +308,6 @@ def _operators() -> tuple[Any, Any]:
     for cls in (Forward, Backward):
         for name, value in shared.items():
             setattr(cls, name, value)
-    Backward.SUPPORTS_BMGHK = False  # xFormers' own function cannot take gradients of rank 5 apart
     return Forward, Backward
 
 

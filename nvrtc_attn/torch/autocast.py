@@ -8,13 +8,19 @@ from typing import Any
 import torch
 
 
+def is_autocast(x: torch.Tensor) -> bool:
+    """Whether autocast is on for attention on the device of ``x``."""
+    device = x.device.type
+    return device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
+
+
 def cast_for_autocast(q: Any, k: Any, v: Any, bias: Any) -> tuple[Any, Any, Any, Any]:
     """q, k, v and a floating bias as `scaled_dot_product_attention` gets them under ``torch.autocast``."""
     if not isinstance(q, torch.Tensor):
         return q, k, v, bias  # refused later
-    device = q.device.type
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+    if not is_autocast(q):
         return q, k, v, bias
+    device = q.device.type
     dtype = torch.get_autocast_dtype(device)
     return _cast(q, device, dtype), _cast(k, device, dtype), _cast(v, device, dtype), _cast(bias, device, dtype)
 

@@ -104,15 +104,18 @@ def attention_kvpacked(
     others
         As for `attention_qkvpacked`, which also says what is returned and raised.
     """
-    if not isinstance(q, torch.Tensor):
-        raise TypeError(f"q: got {type(q).__name__}. nvrtc_attn.torch takes torch tensors.")
+    _check_tensor(q, "q")
     options = causal, window_size, softmax_scale, softcap, dropout_p, rng, return_lse, deterministic
     return _attend(q, kv, "kv", options, others)
 
 
+def _check_tensor(x: Any, name: str) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}. nvrtc_attn.torch takes torch tensors.")
+
+
 def _check(packed: Any, name: str) -> None:
-    if not isinstance(packed, torch.Tensor):
-        raise TypeError(f"{name}: got {type(packed).__name__}. nvrtc_attn.torch takes torch tensors.")
+    _check_tensor(packed, name)
     if packed.dim() != 5 or packed.shape[2] != _PARTS[name]:
         raise ValueError(
             f"{name}: shape {tuple(packed.shape)}. It is [batch, seqlen, {_PARTS[name]}, heads, head_dim]."
@@ -146,7 +149,6 @@ def _is_plain(q: Any, packed: torch.Tensor, others: dict[str, Any]) -> bool:
         all(x.__class__ in PLAIN and not (x.is_meta or x.is_neg()) for x in tensors)
         and all(others.get(name) is None or isinstance(others[name], torch.Tensor) for name in OPTIONAL_INPUTS)
         and any(x.requires_grad for x in tensors)
-        and (q is None or isinstance(q, torch.Tensor))
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._is_tracing()
         and not is_transformed()

@@ -335,17 +335,21 @@ def _describe(tensors: Tensors, options: CallOptions, heads_first: bool = False)
 
 
 def check_call(tensors: Tensors, options: CallOptions) -> None:
-    """Refuse what `forward` of the same arguments would refuse, and compute nothing. For who makes other calls of one.
+    """Refuse what `forward` of the same arguments would refuse, and compute nothing.
 
-    Only of plain tensors outside of programs of torch.compile, dispatch modes and transformations.
+    For a function that makes other calls of its own one, whose errors would name other arguments. Only of plain tensors
+    outside of programs of torch.compile, dispatch modes and transformations.
     """
     _check_tensors(tensors)
-    key = None
-    if are_plain(options) and not env.debug() and tensors[0].is_cuda:  # type: ignore[union-attr]
-        key = (options, *map(signature, tensors))  # in memory of the host the values of lengths count, too
-        if key in _checked:
-            return
-    _describe(tuple(map(resolved, tensors)), plain_options(options))
+    if not are_plain(options):
+        options = plain_options(options)
+    q: Any = tensors[0]
+    # On the host, and under NVRTC_ATTN_DEBUG on the GPU, the values of lengths are checked, too, and no key has them.
+    reads_lengths = not q.is_cuda or env.debug()
+    key = None if reads_lengths else (options, *map(signature, tensors))
+    if key is not None and key in _checked:
+        return
+    _describe(tuple(map(resolved, tensors)), options)
     if key is not None:
         remember(_checked, key, True)
 

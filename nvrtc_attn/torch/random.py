@@ -11,6 +11,7 @@ from ..base.forks import renew_in_child
 from ..front.philox import NO_RNG, RngState
 from ..front.rng import rng_state
 from ..front.tensors import CPU, Device, TensorView
+from .tensors import address_of
 
 _generator_lock = threading.Lock()
 renew_in_child(globals(), "_generator_lock", threading.Lock)
@@ -35,28 +36,26 @@ def draw_rng(q: torch.Tensor, k: torch.Tensor, packed: tuple[int, int | None, in
     return state
 
 
-def checked_rng(rng: Any, q: torch.Tensor) -> RngState:
+def checked_rng(rng: Any, q: torch.Tensor, *, backward_follows: bool = False) -> RngState:
     """``rng`` as the kernels take it; int64 tensors on q's device are read by them.
+
+    Where a backward pass follows, these are copied, 8 bytes each: it has to read what the forward pass read, and
+    meanwhile a caller may write the next offset to its tensor.
 
     Errors are those of `nvrtc_attn.front.rng.rng_state`.
     """
     state = rng_state(rng, Device("cuda", q.get_device()) if q.is_cuda else CPU, None)
     owners = tuple([x.owner if isinstance(x, TensorView) else x for x in state.owners])
-    return state._replace(owners=owners)
+    if not (backward_follows and any(x is not None for x in owners)):
+        return state._replace(owners=owners)
+    copies = tuple([x if x is None else as_torch(x).detach().clone() for x in owners])
+    seed, offset = map(address_of, copies)
+    return RngState(state.seed, state.offset, seed, offset, copies)
 
 
-def kept_rng(rng: Any, q: torch.Tensor) -> RngState:
-    """`checked_rng` for both passes: words on the GPU are copied, 8 bytes each.
-
-    The backward pass has to read what the forward pass read, and the offset of a caller steps on meanwhile.
-    """
-    state = checked_rng(rng, q)
-    given = state.owners or (None, None)
-    copies = [
-        x if x is None else (x if isinstance(x, torch.Tensor) else torch.from_dlpack(x)).detach().clone() for x in given
-    ]
-    seed, offset = [0 if x is None else x.data_ptr() for x in copies]
-    return RngState(state.seed, state.offset, seed, offset, tuple(copies))
+def as_torch(x: Any) -> torch.Tensor:
+    """An array of any library as a tensor of torch, in the same memory."""
+    return x if isinstance(x, torch.Tensor) else torch.from_dlpack(x)
 
 
 def random_state(
@@ -68,7 +67,7 @@ def random_state(
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and q.dim() == k.dim() == 4):
         return NO_RNG
     if rng is not None:
-        return kept_rng(rng, q) if backward_follows else checked_rng(rng, q)
+        return checked_rng(rng, q, backward_follows=backward_follows)
     if part is not None:
         raise ValueError("rng: None, but this is a part of a larger attention. Pass its (seed, offset).")
     if cu_seqlens_q is None:

@@ -188,9 +188,10 @@ def _causal_variant(attn_mask: Any, query: torch.Tensor, key: torch.Tensor, is_c
             f"attn_mask: a causal bias for {attn_mask.seq_len_q} queries and {attn_mask.seq_len_kv} keys, but query "
             f"and key have {lengths[0]} and {lengths[1]} (dim -2). Make one for them."
         )
-    if attn_mask.variant != bias.CausalVariant.LOWER_RIGHT or (is_causal and lengths[1] >= lengths[0]):
-        return "top_left"  # with fewer keys than queries the diagonal from the lower right hides more
-    return "bottom_right"
+    if attn_mask.variant != bias.CausalVariant.LOWER_RIGHT:
+        return "top_left"
+    # Where both hold, ``is_causal`` hides all that the bias does, unless there are fewer keys than queries.
+    return "top_left" if is_causal and lengths[1] >= lengths[0] else "bottom_right"
 
 
 def _rank_4(x: torch.Tensor, lead: torch.Size) -> torch.Tensor:

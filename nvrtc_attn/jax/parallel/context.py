@@ -14,6 +14,7 @@ from ...base.errors import shown
 from ...front.call import CallOptions, plain_options
 from ...front.chunks import band_of, chunks_of
 from ...front.modified import banded_options
+from ...front.operands import OPTIONAL_INPUTS
 from ...front.part import MAX_PLACED
 from ...front.problem import Causal, WindowSize
 from ...front.validation import Violations, check_window
@@ -115,8 +116,7 @@ def context_parallel_attention(
         raise ValueError(f"places: got {shown(places)}. It is one of {PLACES}.")
     if layout not in ("zigzag", "contiguous"):
         raise ValueError(f"layout: got {shown(layout)}. It is 'zigzag' or 'contiguous'.")
-    optional = ("bias", "mask", "sink")
-    operands = {name: array_of(name, x) for name, x in given.items() if x is not None or name not in optional}
+    operands = {name: array_of(name, x) for name, x in given.items() if x is not None or name not in OPTIONAL_INPUTS}
     for name, x in operands.items():
         if name != "sink" and x.ndim != 4:
             raise ValueError(f"{name}: shape {x.shape} has rank {x.ndim}. Expected rank 4.")

@@ -15,16 +15,20 @@ from .strategies import Inputs, Saved, Strategy, gradients_of
 
 
 class Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
-    """out and lse of a rank's rows: ``apply(strategy, whole, q, k, v, bias, mask, sink, *captures)``."""
+    """out and lse of a rank's rows: ``apply(strategy, whole, q, k, v, bias, mask, sink, tie, *captures)``.
+
+    ``tie`` is an empty tensor that depends on q, k and v, of strategies that save none of them: a graph of the backward
+    pass leads to its inputs by what was saved, and a use of that graph is refused.
+    """
 
     @staticmethod
     def forward(ctx: Any, strategy: Strategy, whole: Whole, *tensors: Any) -> Any:
-        q, k, v, bias, mask, sink, *captures = tensors
+        q, k, v, bias, mask, sink, tie, *captures = tensors
         inputs = Inputs(q, k, v, bias, mask, 0, q.shape[2], sink)
         out, lse, saved = strategy.forward(inputs, whole_with(whole, captures))
         own = (q, k, v, out, lse) if strategy.needs_own else (None,) * 5
         lengths = whole.lengths or (None, None, whole.used)
-        ctx.save_for_backward(*own, bias, mask, sink, *lengths, *saved.kept, *captures)
+        ctx.save_for_backward(*own, bias, mask, sink, tie, *lengths, *saved.kept, *captures)
         plain = whole_with(whole, None)._replace(lengths=None, used=None)
         ctx.call = strategy, plain, len(saved.kept), (q.shape[2], k.shape[2])
         keep_outputs(ctx, out, lse if whole.return_lse else None)
@@ -33,11 +37,7 @@ class Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
         every = ctx.saved_tensors
-        made_of = (*every, dout, dlse)
-        if torch.is_grad_enabled() and not ctx.call[0].needs_own:
-            # q, k and v are not among what was saved, but a graph of this pass depends on them.
-            made_of = (*made_of, torch.empty(0, requires_grad=True))
-        return once_only(lambda: Attention._gradients(ctx, every, dout, dlse), made_of)
+        return once_only(lambda: Attention._gradients(ctx, every, dout, dlse), (*every, dout, dlse))
 
     @staticmethod
     def _gradients(
@@ -45,7 +45,7 @@ class Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
     ) -> tuple[Any, ...]:
         if is_transformed():
             raise UnsupportedError(NO_TRANSFORMATION)
-        q, k, v, out, lse, bias, mask, sink, *rest = every
+        q, k, v, out, lse, bias, mask, sink, _, *rest = every
         strategy, whole, kept, (heads, heads_kv) = ctx.call
         lengths, rest = tuple(rest[:3]), rest[3:]
         whole = whole._replace(used=lengths[2]) if lengths[0] is None else whole._replace(lengths=lengths)
@@ -55,7 +55,7 @@ class Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
         wanted = ctx.needs_input_grad[_CAPTURES:]
         gradients, daux = gradients_of(strategy, saved, whole, captures, wanted, dout, dlse)
         *of_inputs, dsink = gradients
-        return None, None, *of_inputs, None, dsink, *daux
+        return None, None, *of_inputs, None, dsink, None, *daux
 
 
 def keep_outputs(ctx: Any, out: torch.Tensor, lse: torch.Tensor | None) -> None:
@@ -72,5 +72,5 @@ def with_zeros(ctx: Any, *gradients: torch.Tensor | None) -> list[Any]:
     ]
 
 
-_CAPTURES: Final = 8
+_CAPTURES: Final = 9
 """Where the captured tensors begin among the arguments of `Attention`."""

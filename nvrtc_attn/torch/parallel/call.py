@@ -18,7 +18,7 @@ from ...front.philox import NO_RNG, RngState
 from ...front.validation import Violations, check_window
 from ...modifiers.modifier import Modifier
 from ...modifiers.trace import no_functions, traced
-from ..random import checked_rng, kept_rng
+from ..random import checked_rng
 from ..tensors import captured_on
 from .checks import check_call_lengths, check_tensors, compare, ends_with_used_keys
 from .choice import margin_of
@@ -134,7 +134,7 @@ def whole_of(
 def _draw(cp: Any, q: torch.Tensor, rng: Any, grad: bool) -> RngState:
     """The random numbers of the whole: a seed of the first rank's generator, which stays on the GPU."""
     if rng is not None:
-        return kept_rng(rng, q) if grad else checked_rng(rng, q)
+        return checked_rng(rng, q, backward_follows=grad)
     seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device=q.device)
     share_seed(cp, seed)
     return checked_rng(seed, q)

@@ -360,7 +360,10 @@ class ContextParallel:
         given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "sink": sink}
         lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
         strategy, whole = begin_call(self, given, lengths, options, rng, part, modifier, grad, return_lse)
-        out, lse = Attention.apply(strategy, whole, q, k, v, bias, mask, sink, *captures)
+        tie = None
+        if grad and not strategy.needs_own:
+            tie = torch.cat([x[:0].reshape(-1) for x in (q, k, v)])
+        out, lse = Attention.apply(strategy, whole, q, k, v, bias, mask, sink, tie, *captures)
         return (out, lse) if return_lse else out
 
     def _strategy(self, heads: int, heads_kv: int, on_gpu: bool, packed: bool) -> Strategy:
