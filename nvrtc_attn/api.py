@@ -436,7 +436,7 @@ def backward_allocating(
     run_backward(tuple(map(operands.get, BACKWARD)), options, rng, None, None, modifier, None, None, daux, new)
 
 
-def forward_workspace_bytes(q: Any, k: Any, v: Any, **options: Any) -> int:
+def forward_workspace_bytes(q: Any, k: Any, v: Any, *, out: Any = None, **options: Any) -> int:
     """Bytes that `attention_forward` needs in ``workspace`` for these arguments; often 0, and always on the CPU.
 
     Compiles and loads the kernels, so that the next call finds them.
@@ -446,6 +446,8 @@ def forward_workspace_bytes(q: Any, k: Any, v: Any, **options: Any) -> int:
     q, k, v, **options
         As of `attention_forward`. Of ``lse`` and ``max_logit`` it matters whether they are None; ``rng`` and
         ``workspace`` are not looked at.
+    out
+        The one of the call. None = of q's dtype, row-major, 16-byte aligned; others may need other kernels, and more.
 
     Raises
     ------
@@ -454,26 +456,30 @@ def forward_workspace_bytes(q: Any, k: Any, v: Any, **options: Any) -> int:
     """
     given = {f"return_{name}": options.pop(name, None) is not None for name in ("lse", "max_logit")}
     call = _describe_for_query("forward_workspace_bytes", q, k, v, {**given, **options})
+    problem = call.with_dense(**call.layouts_of({"out": out}, backward=False))
     if call.on_cpu:
         return 0
     captured = run.captured_of(call)
-    return forward_plan(call.with_dense(), call.device.index, call.launch_stream, captured=captured).workspace_bytes
+    return forward_plan(problem, call.device.index, call.launch_stream, captured=captured).workspace_bytes
 
 
 def backward_workspace_bytes(
-    q: Any, k: Any, v: Any, *, dbias: bool = False, dsink: bool = False, **options: Any
-) -> int:
-    """Bytes that `attention_backward` needs in ``workspace`` for dense, aligned gradients (arguments as there).
+    q: Any, k: Any, v: Any, *, dbias: bool = False, dsink: bool = False, dout: Any = None, out: Any = None,
+    dq: Any = None, dk: Any = None, dv: Any = None, **options: Any,
+) -> int:  # fmt: skip
+    """Bytes that `attention_backward` needs in ``workspace`` for these arguments (as there). 0 on the CPU.
 
-    Compiles and loads the kernels, so that the next call finds them. 0 on the CPU.
+    Compiles and loads the kernels, so that the next call finds them.
 
     Parameters
     ----------
     q, k, v, **options
-        As of `attention_backward`, without what the forward pass returned and the gradients. ``daux`` has something
-        else than None for each captured array whose gradient is wanted.
+        As of `attention_backward`. ``daux`` has something else than None for each captured array whose gradient is
+        wanted.
     dbias, dsink
-        Whether the gradients of bias and sink are wanted.
+        Whether the gradients of bias and sink are wanted, row-major ones.
+    dout, out, dq, dk, dv
+        Those of the call. None = of q's dtype, row-major, 16-byte aligned; others may need other kernels, and more.
 
     Raises
     ------
@@ -483,10 +489,12 @@ def backward_workspace_bytes(
     options.pop("dlse", None)
     options["return_lse"] = True
     call = _describe_for_query("backward_workspace_bytes", q, k, v, options, dbias=dbias, dsink=dsink)
+    given = {"out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
+    problem = call.with_dense(**call.layouts_of(given, backward=True))
     if call.on_cpu:
         return 0
     captured = run.captured_of(call)
-    plan = backward_plan(call.with_dense(), call.device.index, call.launch_stream, captured=captured)
+    plan = backward_plan(problem, call.device.index, call.launch_stream, captured=captured)
     return plan.workspace_bytes + run.captured_bytes(call)
 
 

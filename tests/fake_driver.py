@@ -152,9 +152,11 @@ class FakeDriver:
 
     def do_LaunchKernel(self, *arguments: Any) -> None:
         *what, stream, params, extra = arguments
+        assert all(n > 0 for n in what[1:7]), "CUDA has no empty grids and blocks"
         self.launches.append((self.stack[-1], *what, stream or 0, params, extra))
 
     def do_TensorMapEncodeTiled(self, *arguments: Any) -> Any:
+        assert all(int(n) > 0 for n in arguments[3]), "CUDA has no tensor maps with an empty dim"
         self.tensor_maps.append(arguments)
         encoded = real.CUtensorMap()
         ctypes.memmove(int(encoded.getPtr()), struct.pack("<2Q", arguments[2], len(self.tensor_maps)), 16)
@@ -176,6 +178,10 @@ class FakeDriver:
         return address >> 40
 
     def do_MemsetD8Async(self, *arguments: int) -> None:
+        self.memsets.append((self.stack[-1], *arguments))
+
+    def do_MemsetD32Async(self, *arguments: int) -> None:
+        assert arguments[2] > 0
         self.memsets.append((self.stack[-1], *arguments))
 
     def do_GetErrorName(self, code: Any) -> bytes:
@@ -217,10 +223,10 @@ def instant_compiler(cache: Path) -> Iterator[None]:
 
 
 @contextmanager
-def launching(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[FakeDriver]:
-    """One GPU on which calls of the public functions launch: no plan is known, nothing is compiled or kept alive."""
+def launching(monkeypatch: pytest.MonkeyPatch, cache: Path, gpu: FakeGpu | None = None) -> Iterator[FakeDriver]:
+    """``gpu``, or an H100, on which calls of the public functions launch: no plan is known, nothing is kept."""
     monkeypatch.setattr("nvrtc_attn.plans.plan._plans", {})
     monkeypatch.setattr("nvrtc_attn.plans.plan._kernels", {})
     monkeypatch.setattr("nvrtc_attn.plans.run.hold", lambda *_: None)
-    with instant_compiler(cache), installed(FakeDriver([FakeGpu()])) as driver_in_python:
+    with instant_compiler(cache), installed(FakeDriver([gpu or FakeGpu()])) as driver_in_python:
         yield driver_in_python

@@ -7,6 +7,7 @@ the checks in ``validation`` and ``operand_checks``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..base.errors import shown
@@ -15,7 +16,7 @@ from . import philox
 from .operand_checks import check_devices, check_dtypes, check_optional, check_ranks, check_shapes, check_varlen
 from .operands import INPUTS, OPERANDS, OPTIONAL_INPUTS
 from .part import Part, check_part
-from .problem import LAYOUT_FIELDS, AttentionProblem, Causal, PlanAs, WindowSize, layout
+from .problem import LAYOUT_FIELDS, AttentionProblem, Causal, OperandLayout, PlanAs, WindowSize, layout
 from .tensorview import TensorView
 from .validation import Violations, check_flag, check_real, check_scale_and_softcap, check_window
 
@@ -142,6 +143,8 @@ def build_problem(
     else:
         (left, right), bottom_right = _window_of_part(part, window, sizes, bottom_right, varlen, follows_used)
     layouts: dict[str, Any] = {name: layout(x) for name, x in tensors.items() if not OPERANDS[name].is_lengths}
+    if "mask" in layouts:
+        layouts["mask"] = _not_expanded(layouts["mask"])
     return AttentionProblem(
         dtype=q.dtype,
         batch=batch,
@@ -173,6 +176,15 @@ def build_problem(
         dbias=flags["dbias"],
         dsink=flags["dsink"],
     )
+
+
+def _not_expanded(x: OperandLayout) -> OperandLayout:
+    """The layout of a mask before ``expand`` and its like: kernels broadcast dims of size 1 themselves.
+
+    Which tiles keep nothing is then looked for once, not once a head, and a mask of one row is known to be one.
+    """
+    sizes = zip(x.shape, x.strides, strict=True)
+    return replace(x, shape=tuple(1 if stride == 0 and n > 1 else n for n, stride in sizes))
 
 
 def _check_part(

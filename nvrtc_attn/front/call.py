@@ -177,7 +177,8 @@ class Call:
             faults.append(f"{called}: dtype {x.dtype}, needed is {' or '.join(dtypes)}")
         if x.device != self.device:
             faults.append(f"{called}: on {x.device}, needed is {self.device}, where q is")
-        if OPERANDS[name].dense and x.shape == shape and x.strides != dense_layout(shape, x.dtype).strides:
+        dense = 0 in shape or x.strides == dense_layout(shape, x.dtype).strides
+        if OPERANDS[name].dense and x.shape == shape and not dense:
             faults.append(f"{called}: strides {x.strides} of shape {shape} leave gaps, it must be row-major")
         return faults
 
@@ -229,12 +230,21 @@ class Call:
             **{name: x if isinstance(x, OperandLayout) else layout(x) for name, x in given.items()}
         )
 
-    def with_dense(self, *more: str) -> AttentionProblem:
-        """The same of dense operands: those that the options ask for, and ``more``."""
+    def layouts_of(self, given: Mapping[str, object], *, backward: bool) -> dict[str, OperandLayout]:
+        """Layouts of those operands of a pass, beside its inputs, that are not None."""
+        views: dict[str, TensorView] = {}
+        for name, x in given.items():
+            if x is not None:
+                written = OPERANDS[name].role(backward) == "out"
+                views[name] = self.output_view(x, name, views) if written else self.input_view(x, name)
+        return {name: layout(x) for name, x in views.items()}
+
+    def with_dense(self, *more: str, **known: OperandLayout) -> AttentionProblem:
+        """The problem with dense layouts of what the options ask for and of ``more``, but for those ``known``."""
         asked = ("lse",) * self.options.return_lse + ("max_logit",) * self.options.return_max_logit
         asked += tuple(name for name in OPTIONAL_GRADIENTS if getattr(self.options, name))
         names = dict.fromkeys((*asked, *more))
-        return self.problem.with_layouts(**{name: self.problem.dense_layout_of(name) for name in names})
+        return self.problem.with_layouts(**{name: self.problem.dense_layout_of(name) for name in names}, **known)
 
 
 def start_addresses(starts: Sequence[TensorView | None]) -> tuple[int, ...]:

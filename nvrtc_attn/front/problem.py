@@ -171,11 +171,14 @@ class AttentionProblem:
         return found
 
     def as_whole(self) -> AttentionProblem | None:
-        """The larger attention that `plan_as` names, with tensors laid out as this part's; None without one."""
-        if self.plan_as is None:
+        """The larger attention that `plan_as` names, with tensors laid out as this part's.
+
+        None without one, and where the part has no heads, of which those of its keys and values would follow.
+        """
+        if self.plan_as is None or self.num_heads == 0:
             return None
         (batch, heads, rows, keys), (left, right), bottom_right = self.plan_as
-        heads_kv = heads * self.num_heads_kv // max(self.num_heads, 1)
+        heads_kv = heads * self.num_heads_kv // self.num_heads
         sizes: dict[str, Any] = {
             "batch": batch,
             "num_heads": heads,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
+from ..base.errors import UnsupportedError
 from ..front.problem import AttentionProblem, OperandLayout, dense_layout
 from ..jit.config import BackwardConfig, Features, HopperBackwardConfig
 from .common import ceil_div, choose_captured, features_of, is_aligned, packed_slots
@@ -90,7 +91,10 @@ def slower(problem: AttentionProblem, spec: BackwardPlanSpec, *, num_sms: int, s
     assert isinstance(main.config, HopperBackwardConfig)
     if 2 * main.grid >= num_sms or main.config.parts:
         return []
-    portable = portable_plan(problem, arch="sm_90", num_sms=num_sms, smem_limit=smem_limit)
+    try:
+        portable = portable_plan(problem, arch="sm_90", num_sms=num_sms, smem_limit=smem_limit)
+    except UnsupportedError:
+        return []
     splits = splits_of(portable)
     if splits <= 2:
         return []

@@ -91,7 +91,9 @@ def reasons_against_size(problem: AttentionProblem) -> list[str]:
     found = []
     if problem.seqlen_q < MIN_QUERY_ROWS:
         found.append(f"seqlen_q is {problem.seqlen_q}; fewer than {MIN_QUERY_ROWS} rows do not fill a tile")
-    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads):
+    # Packed tensors may have no tokens under any bounds of the lengths, and a tensor map no empty dim.
+    tokens = problem.q.shape[1], problem.k.shape[1]
+    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads, *tokens):
         found.append("a dim is empty")
     return found
 

@@ -182,6 +182,8 @@ def pays(problem: AttentionProblem, block_n: int) -> bool:
     """
     if (problem.mask is None and not of_ranges(problem)) or problem.varlen:
         return False
+    if 0 in (problem.batch, problem.num_heads, problem.seqlen_q):
+        return False
     if ceil_div(problem.seqlen_k, block_n) < MIN_KEY_TILES:
         return False
     scores = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k

@@ -1,4 +1,4 @@
-"""Which tiles of the Hopper backward kernel begin their products with what a score_mod adds."""
+"""Which kernels the backward pass has: products that begin with what a score_mod adds, families that are compared."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nvrtc_attn import UnsupportedError
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
-from nvrtc_attn.heuristics import hopper_backward_config, hopper_backward_tile
+from nvrtc_attn.heuristics import choose_backward, hopper_backward_config, hopper_backward_tile
 from nvrtc_attn.modifiers.trace import trace
 
 TABLE = np.zeros((2, 64), np.float32)
@@ -67,3 +68,17 @@ def test_products_begin_with_what_distances_add(changes: dict[str, Any]) -> None
 )
 def test_other_scores_do_not(score: Any, changes: dict[str, Any]) -> None:
     assert not hopper_backward_tile.choose_tile(problem(score, **changes), 132).begins_products
+
+
+@pytest.mark.parametrize("seqlen", [200, 2048])
+def test_a_family_that_does_not_serve_is_not_compared(seqlen: int) -> None:
+    """Few key tiles are compared with the portable family, which has no deterministic dq in float32."""
+    layout, dq = (dense_layout((1, seqlen, 4, 64), dtype) for dtype in ("bfloat16", "float32"))
+    asked = AttentionProblem(
+        dtype="bfloat16", batch=1, seqlen_q=seqlen, seqlen_k=seqlen, num_heads=4, num_heads_kv=4, head_dim=64,
+        head_dim_v=64, q=layout, k=layout, v=layout, dq=dq, deterministic=True,
+    )  # fmt: skip
+    target = {"num_sms": 132, "smem_limit": 232448}
+    assert choose_backward(asked, arch="sm_90", **target).launches[-2].config.arch == "sm_90a"
+    with pytest.raises(UnsupportedError, match="dq: float32 of 16-bit queries, and deterministic"):
+        choose_backward(asked, arch="sm_80", **target)

@@ -121,6 +121,9 @@ def test_into_a_given_array_and_what_is_refused() -> None:
     nvrtc_attn.attention_forward(q, k, v, out, max_logit=largest)
     np.testing.assert_allclose(largest, scores(q, k).max((2, 3)), rtol=1e-5)
     assert nvrtc_attn.forward_workspace_bytes(q, k, v, max_logit=largest) == 0
+    for b, h in ((0, 4), (2, 0)):  # nothing to write: NumPy says that the strides are 0
+        rows = np.empty((b, 8, h, 16), np.float32)
+        nvrtc_attn.attention_forward(rows, rows, rows, np.empty_like(rows), max_logit=np.empty((b, h), np.float32))
     for wrong, message in (
         (largest[:, :2], r"max_logit: shape \(2, 2\), needed is \(2, 4\)"),
         (largest.astype(np.float64), "max_logit: dtype float64, needed is float32"),

@@ -158,3 +158,36 @@ def test_negative_strides_reach_the_kernel(fake: FakeDriver, monkeypatch: pytest
     name, params = call(reverse=True)
     assert (name, params.q_stride_m, params.k_stride_n, params.out_stride_m) == ("forward_portable", -128, -128, -128)
     assert params.q == BOGUS_POINTER + 2 * 255 * 128
+
+
+def test_sizes_of_workspaces_follow_the_layouts_of_what_is_written(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call with outputs that other kernels write was refused a workspace of the size that had been asked for."""
+    monkeypatch.delenv("NVRTC_ATTN_BACKEND")
+    monkeypatch.setattr("nvrtc_attn.plans.run.hold", lambda *_: None)
+    shape, strides = (2, 200, 8, 128), (200 * 1024, 1024, 128, 1)
+    places = iter(range(BOGUS_POINTER, BOGUS_POINTER + (1 << 42), 1 << 32))
+
+    def new(shape: tuple[int, ...] = shape, dtype: tuple[int, int] = (4, 16), **more: Any) -> Producer:
+        return Producer(shape, dtype=dtype, data=next(places), **more)
+
+    def backwards() -> Producer:
+        return new(strides=(strides[0], -strides[1], *strides[2:]), byte_offset=2 * 199 * strides[1])
+
+    q, k, v, dout, lse = new(), new(), new(), new(), new((2, 8, 200), (2, 32))
+    found: dict[str, set[int]] = {"forward": set(), "backward": set()}
+    for written in (new, lambda: new(dtype=(2, 32)), backwards):
+        given = {"out": written()}
+        size = api.forward_workspace_bytes(q, k, v, **given)
+        found["forward"].add(size)
+        api.attention_forward(q, k, v, **given, workspace=new((size,), (1, 8)))
+        out, gradients = new(), {name: written() for name in ("dq", "dk", "dv")}
+        size = api.backward_workspace_bytes(q, k, v, dout=dout, out=out, **gradients)
+        found["backward"].add(size)
+        api.attention_backward(dout, q, k, v, out, lse, **gradients, workspace=new((size,), (1, 8)))
+        with pytest.raises(ValueError, match=f"workspace: {size - 1} bytes, needed are {size}"):
+            api.attention_backward(dout, q, k, v, out, lse, **gradients, workspace=new((size - 1,), (1, 8)))
+    assert len(found["backward"]) > 1, "some need more"
+    with pytest.raises(ValueError, match="dq: shares memory with q"):
+        api.backward_workspace_bytes(q, k, v, dq=q)

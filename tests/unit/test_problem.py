@@ -570,3 +570,15 @@ class TestReport:
             ["TypeError", "ValueError", "UnsupportedError", "ValueError"],
             "",
         )
+
+
+@pytest.mark.parametrize("expanded", [(1, 2), (0, 1, 2), (0,), (3,), ()], ids=str)
+def test_an_expanded_mask_is_the_mask_that_was_expanded(expanded: tuple[int, ...]) -> None:
+    """Kernels broadcast by themselves: an expanded mask of one row was looked at for each row of each head."""
+    sizes = (2, 4, 8, 12)
+    given = tuple(1 if axis in expanded else n for axis, n in enumerate(sizes))
+    strides = tuple(0 if n == 1 else stride for n, stride in zip(given, compact_strides(given), strict=True))
+    as_given = build_problem(*qkv(), mask=tensor(*given, dtype="bool", strides=strides))
+    assert build_problem(*qkv(), mask=tensor(*sizes, dtype="bool", strides=strides)) == as_given
+    assert as_given.mask is not None
+    assert as_given.mask.shape == given
