@@ -34,8 +34,11 @@ class Modified(NamedTuple):
     bias_operand: BiasOperand | None
 
     def trained(self, whole: frozenset[int]) -> tuple[int, ...]:
-        """Those of `captures` that are among ``whole``, which counts the arrays of the whole modifier."""
-        return tuple(i for i, place in enumerate(self.kept) if place in whole)
+        """Those of `captures` that are among ``whole``, which counts the arrays of the whole modifier.
+
+        Not the bias, which a mask may read, too: its gradient is that of the bias.
+        """
+        return tuple(i for i, place in enumerate(self.kept) if place in whole and place != self.bias_capture)
 
     def captured(self) -> dict[str, TensorView]:
         """`captures` by the names that messages have for them."""
@@ -49,7 +52,7 @@ class Modified(NamedTuple):
         if bias is not None and self.bias_operand is not None:
             bias = as_scores(bias, self.bias_operand, sizes)
         places = (None,) * (len(self.captures) - len(self.kept))
-        return (*(views[i] for i in self.kept), *places), bias
+        return (*(None if i == self.bias_capture else views[i] for i in self.kept), *places), bias
 
     @property
     def bias_capture(self) -> int:

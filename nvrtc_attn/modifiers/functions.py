@@ -77,8 +77,20 @@ def _logaddexp(x: Node, b: Node, base: str = "exp", log1p: float = 1.0) -> Node:
     return make("where", both_infinite, larger, grown)
 
 
+def _beside_nan(comparison: str) -> Callable[[Node, Node], Node]:
+    """The larger or smaller of two, the other one of a NaN. torch gives the gradient of equal ones to the first."""
+
+    def function(x: Node, b: Node) -> Node:
+        known = constant(b)
+        absent = make("ne", b, b) if b.kind == "float" and (known is None or known != known) else number(False)
+        return make("where", make("or", make(comparison, x, b), absent), x, b)
+
+    return function
+
+
 def _hypot(x: Node, b: Node) -> Node:
     """At 0 the derivative is 0, where that of the root is infinite."""
+    x, b = make("float", x), make("float", b)  # the product of two conditions is one
     squares = make("add", make("mul", x, x), make("mul", b, b))
     nothing = make("eq", squares, number(0))
     return make("where", nothing, _0, make("sqrt", make("where", nothing, _1, squares)))
@@ -154,11 +166,13 @@ FUNCTIONS: Final[dict[str, Callable[..., Node]]] = {
     "softsign": lambda x: make("div", x, make("add", _1, make("abs", x))),
     "tanhshrink": lambda x: make("sub", x, make("tanh", x)),
     "log_sigmoid": lambda x: make("neg", _softplus(make("neg", x))),
-    "threshold": lambda x, threshold, value: make("where", make("gt", x, threshold), x, value),
-    "square": lambda x: make("mul", x, x),
+    "threshold": lambda x, threshold, value: make("where", make("le", x, threshold), value, x),
+    "square": lambda x: make("pow", x, number(2)),
     "reciprocal": lambda x: make("div", _1, x),
     "rsub": lambda x, b: make("sub", b, x),
     "fmod": _fmod,
+    "fmax": _beside_nan("ge"),
+    "fmin": _beside_nan("le"),
     "frac": lambda x: make("sub", x, make("trunc", x)),
     "tan": lambda x: make("div", make("sin", x), make("cos", x)),
     "sinh": _sinh,
@@ -195,7 +209,7 @@ _ALIASES: Final[dict[str, str]] = {
     "greater_equal": "ge", "equal": "eq", "not_equal": "ne", "bitwise_and": "and", "bitwise_or": "or",
     "bitwise_xor": "xor", "bitwise_not": "not", "invert": "not", "left_shift": "shl", "right_shift": "shr",
     "bitwise_left_shift": "shl", "bitwise_right_shift": "shr", "lshift": "shl", "rshift": "shr", "and": "and",
-    "or": "or", "xor": "xor", "fmin": "minimum", "fmax": "maximum", "special_expit": "sigmoid",
+    "or": "or", "xor": "xor", "special_expit": "sigmoid",
     "special_erf": "erf", "special_exp2": "exp2", "special_log1p": "log1p", "special_expm1": "expm1",
     "arctan": "atan", "sgn": "sign", "fix": "trunc",
 }  # fmt: skip

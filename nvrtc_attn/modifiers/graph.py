@@ -69,6 +69,8 @@ FLOAT_UNARY: Final = (
 ROUNDING: Final = ("floor", "ceil", "round", "trunc")
 SAME_UNARY: Final = ("neg", "abs", "sign")
 ARITHMETIC: Final = ("add", "sub", "mul", "floordiv", "mod", "minimum", "maximum")
+_OF_CONDITIONS: Final = {"add": "or", "mul": "and", "maximum": "or", "minimum": "and"}
+"""What operations of conditions alone are, in every framework; ``abs`` and ``sign`` leave a condition as it is."""
 COMPARISONS: Final = ("lt", "le", "gt", "ge", "eq", "ne")
 LOGIC: Final = ("and", "or", "xor")
 OPERATIONS: Final = (
@@ -78,9 +80,18 @@ OPERATIONS: Final = (
 """All but the leaves (inputs, ``number``, ``param``, and ``load``, an element of a captured array) and ``call``, of a
 function that the user wrote in C++ (`cuda_function`)."""
 
+
+def _least(a: Any, b: Any) -> Any:
+    return a if a < b or a != a else b
+
+
+def _largest(a: Any, b: Any) -> Any:
+    return a if a > b or a != a else b
+
+
 _FOLD: Final[dict[str, Callable[..., Any]]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "neg": operator.neg,
-    "floordiv": operator.floordiv, "mod": operator.mod, "minimum": min, "maximum": max, "lt": operator.lt,
+    "floordiv": operator.floordiv, "mod": operator.mod, "minimum": _least, "maximum": _largest, "lt": operator.lt,
     "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq, "ne": operator.ne, "abs": abs,
     "and": operator.and_, "or": operator.or_, "xor": operator.xor, "float": float, "int": int, "bool": bool,
     "shl": operator.lshift, "shr": operator.rshift, "exp": math.exp, "log": math.log, "sqrt": math.sqrt,
@@ -127,12 +138,16 @@ def make(op: str, *args: Node) -> Node:
     if op in ROUNDING:
         return args[0] if args[0].kind != "float" else Node(op, args)
     if op in SAME_UNARY:
-        x = cast(args[0], "int") if args[0].kind == "bool" else args[0]
+        x = args[0]
+        if x.kind == "bool":
+            if op != "neg":
+                return x
+            x = cast(x, "int")
         return _fold(Node(op, (x,), x.kind))
     if op in ("float", "int", "bool"):
         return cast(args[0], op)  # type: ignore[arg-type]
-    if op in ("add", "mul") and all(x.kind == "bool" for x in args):  # as in every framework
-        return make("or" if op == "add" else "and", *args)
+    if op in _OF_CONDITIONS and all(x.kind == "bool" for x in args):
+        return make(_OF_CONDITIONS[op], *args)
     if op in ARITHMETIC:
         return _simplified(op, *_alike(args, "int"))
     if op == "div":

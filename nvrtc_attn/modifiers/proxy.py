@@ -255,13 +255,18 @@ _SHAPES: Final = (
 )  # fmt: skip
 
 
+def of_method(name: str, x: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The arguments of the function that a method of ``x`` is: ``x`` comes first, but for ``x.where(condition, b)``."""
+    if name != "where":
+        return (x, *args), kwargs
+    if len(args) == 2:
+        return (args[0], x, args[1]), kwargs
+    return tuple(args), {**kwargs, "input": x}
+
+
 def _method(x: Proxy, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Proxy:
-    """A method of a tensor, whose name means the function of that name with the tensor first, but for ``where``."""
-    if name == "where":
-        if len(args) == 2:
-            return _call(x._recording, name, (args[0], x, args[1]), kwargs)
-        return _call(x._recording, name, args, {**kwargs, "input": x})
-    return _call(x._recording, name, (x, *args), kwargs)
+    """A method of a tensor."""
+    return _call(x._recording, name, *of_method(name, x, args, kwargs))
 
 
 def _call(recording: Recording, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Proxy:
@@ -366,6 +371,8 @@ def torch_function(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     if name in _READ_ONLY:
         attribute = getattr(getattr(func, "__self__", None), "__name__", "?")
         raise TraceError(f"{attribute!r} is not possible in a modifier, which works on one score.")
+    if name == "where" and hasattr(func, "__objclass__"):  # torch.Tensor.where of a tensor, with a proxy's condition
+        args, kwargs = of_method(name, args[0], args[1:], kwargs)
     return called_by_name(recording, name, args, kwargs)
 
 

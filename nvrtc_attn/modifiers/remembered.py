@@ -2,8 +2,9 @@
 
 Tracing takes some ten times as long as looking at what a function can read: its closure, its defaults, its attributes,
 the globals that it names, and the same of the functions among them. Where something else is found (an object, a module
-of the user's, whose attributes may change, or an import of one), or the trace computed with an array instead of
-indexing it, nothing is remembered.
+of the user's, whose attributes may change, or an import of one), where a name asks a library for its state (whether
+gradients are recorded, a default type), or the trace computed with an array instead of indexing it, nothing is
+remembered.
 
 A call that looks like a recent one is told by `again`, which asks for each thing that was found before whether it is
 there, and puts nothing together: a fifth of the time.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import re
 import types
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Final
@@ -31,8 +33,13 @@ _MAX_TRACES: Final = 1024
 _MAX_DEPTH: Final = 16
 _LIBRARIES: Final = frozenset(("builtins", "cupy", "jax", "math", "numpy", "nvrtc_attn", "operator", "torch"))
 """Whose modules, types and functions are taken to stay what they are."""
-_UNTOLD: Final = frozenset(
-    ("__dict__", "__globals__", "__import__", "eval", "exec", "globals", "locals", "random", "vars")
+_UNTOLD: Final = re.compile(
+    r"__dict__|__globals__|__import__|attrgetter|eval|exec|getattr|globals|locals|methodcaller|random|vars|"
+    # What libraries say of their state: modes, default types, settings, devices, ranks. Of a tensor nothing is state.
+    r"\w+_enabled|\w*_autocast_\w+|\w*deterministic\w*|\w*inference_mode\w*|\w*tf32\w*|\w*_precision|"
+    r"(get_)?default_\w+|current_\w+|get_num_\w+|get_rank|get_world_size|get_rng_state|initial_seed|"
+    r"is_(\w+_)?(available|capturing|compiling|exporting|initialized|onnx_export|scripting|tracing)|"
+    r"\w*device_count|(local_)?devices|process_\w+|backends|config|geterr"
 )
 """Names of what reads more than a function's own names say, or is another number each time."""
 _traces: dict[Hashable, tuple[Modifier, tuple[int, ...]]] = {}
@@ -89,14 +96,18 @@ class Facts:
         if type(x) is CudaFunction:
             return x
         if isinstance(x, types.FunctionType):
-            return x if _is_function_of_library(x) else self._of_function(x, depth, operands)
+            if not _is_function_of_library(x):
+                return self._of_function(x, depth, operands)
+            if _is_untold(x.__name__):
+                raise UntoldError
+            return x
         if isinstance(x, types.ModuleType | type | types.BuiltinFunctionType | np.ufunc):
             home = x.__name__ if isinstance(x, types.ModuleType) else getattr(x, "__module__", None) or "builtins"
             # A method belongs to an object, which may change.
             stays = not isinstance(x, types.BuiltinFunctionType) or isinstance(
                 x.__self__, types.ModuleType | type | types.NoneType
             )
-            if stays and _is_of_library(home) and x.__name__.rpartition(".")[2] not in _UNTOLD:
+            if stays and _is_of_library(home) and not any(map(_is_untold, x.__name__.split("."))):
                 return x
             raise UntoldError
         # A class of the user's that torch's functions take may have any attributes.
@@ -155,14 +166,18 @@ def _is_of_library(name: str) -> bool:
 
 def _is_function_of_library(x: types.FunctionType) -> bool:
     """Whether ``x`` stays what it is: what a decorator of a library makes of the user's function has a closure."""
-    return not x.__closure__ and _is_of_library(x.__globals__.get("__name__", "")) and x.__name__ not in _UNTOLD
+    return not x.__closure__ and _is_of_library(x.__globals__.get("__name__", ""))
+
+
+def _is_untold(name: str) -> bool:
+    return _UNTOLD.fullmatch(name) is not None
 
 
 @functools.lru_cache(maxsize=_MAX_TRACES)
 def _names_of(code: types.CodeType) -> tuple[str, ...] | None:
     """The names in a function and in those that it makes; None where they do not tell all that it reads."""
     names = frozenset(names_in(code))
-    if names & _UNTOLD or not all(map(_is_of_library, _imports(code))):
+    if any(map(_is_untold, names)) or not all(map(_is_of_library, _imports(code))):
         return None
     return tuple(sorted(names))
 

@@ -37,7 +37,6 @@ class ArrayFacts:
         return len(self.shape)
 
 
-@functools.lru_cache(maxsize=4096)
 def read_text(
     text: str, ints: tuple[int, ...], floats: tuple[float, ...], arrays: tuple[tuple[tuple[int, ...], Any], ...]
 ) -> tuple[Modifier, tuple[int, ...]]:
@@ -57,6 +56,15 @@ def read_text(
     TraceError
         What a script does is not possible in a modifier.
     """
+    # Zeros of both signs are equal, and a literal has the one that it was written with.
+    return _read_text(text, ints, floats, arrays, 0 in floats and repr(floats))
+
+
+@functools.lru_cache(maxsize=4096)
+def _read_text(
+    text: str, ints: tuple[int, ...], floats: tuple[float, ...], arrays: tuple[tuple[tuple[int, ...], Any], ...],
+    signs: str | bool,
+) -> tuple[Modifier, tuple[int, ...]]:  # fmt: skip
     if text.startswith("{"):
         program = read_program(text)
         left = {"int": iter(ints), "float": iter(floats)}

@@ -12,14 +12,14 @@ import json
 import math
 import types
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 from ..modifiers.draws import NO_RANDOM, draws
 from ..modifiers.modifier import Modifier
-from ..modifiers.proxy import METHODS, REPLAYED, SIZED
+from ..modifiers.proxy import METHODS, REPLAYED, SIZED, of_method
 from ..modifiers.trace import numbers_of
 from .symbolic_comparisons import compared_by_their_class
 from .tensors import is_elsewhere
@@ -34,6 +34,15 @@ def _elsewhere(x: torch.Tensor, where: Any) -> str:
     return f"a captured tensor is on {x.device}, but q is on {where}. Move it there."
 
 
+# An operator, as a copy by torch's own would be made again in the backward pass, of what the array holds then.
+_LIBRARY: Final = torch.library.Library("nvrtc_attn", "FRAGMENT")
+_LIBRARY.define("copied(Tensor x, Device where) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.impl("copied", lambda x, where: x.to(where, copy=True), "CompositeExplicitAutograd")
+torch.library.register_fake("nvrtc_attn::copied", lambda x, where: torch.empty_like(x, device=where), lib=_LIBRARY)
+_copied: Any = torch.ops.nvrtc_attn.copied.default
+"""An array of NumPy's, of whose writes torch sees none, copied once to where q is."""
+
+
 class _Script:
     """What is written down of the functions of one call."""
 
@@ -42,6 +51,8 @@ class _Script:
         """The device of q."""
         self.lines: list[str] = []
         self.tensors: list[torch.Tensor] = []
+        self.copies: list[tuple[Any, torch.Tensor]] = []
+        """Arrays of NumPy's, each with its copy."""
         self.ints: list[int] = []
         self.floats: list[float] = []
 
@@ -76,7 +87,11 @@ class _Script:
         if isinstance(x, slice) and x.start is None and x.stop is None and x.step is None:
             return '":"'
         if isinstance(x, np.ndarray):
-            return self.operand(torch.from_numpy(x).to(self.where))
+            for known, copy in self.copies:
+                if known is x:
+                    return self.operand(copy)
+            self.copies.append((x, _copied(torch.from_numpy(x), self.where)))
+            return self.operand(self.copies[-1][1])
         return self.refuse("a value takes part that is no number and no tensor.").word
 
     def refuse(self, message: str) -> ScriptValue:
@@ -107,8 +122,11 @@ class _Script:
         found.sizes = (*left, *sizes[axis:])
         return found
 
-    def of_function(self, name: str, args: Any, kwargs: Any) -> ScriptValue:
+    def of_function(self, function: Any, args: Any, kwargs: Any) -> ScriptValue:
         """A line for a function of torch's that has a `ScriptValue` among its arguments."""
+        name = function.__name__
+        if function is torch.Tensor.where:
+            args, kwargs = of_method(name, args[0], args[1:], kwargs)
         if name not in ("__getitem__", "getitem"):
             return self.call(name, args, kwargs)
         # Dynamo of torch 2.15 passes the operands of `array[number]` in reverse where the array is NumPy's.
@@ -196,7 +214,7 @@ class ScriptValue:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         script = _script_of((args, tuple((kwargs or {}).values())))
         assert script is not None
-        return script.of_function(func.__name__, args, kwargs or {})
+        return script.of_function(func, args, kwargs or {})
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """Called behind a graph break: Dynamo follows no function of NumPy's."""
@@ -208,7 +226,7 @@ class _Method:
         self.owner, self.name = owner, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.owner.script.call(self.name, (self.owner, *args), kwargs)
+        return self.owner.script.call(self.name, *of_method(self.name, self.owner, args, kwargs))
 
 
 def _operator(name: str) -> Any:
@@ -265,7 +283,7 @@ class _Mode(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _script_of((args, tuple(kwargs.values()))) is not None:
-            return self.script.of_function(func.__name__, args, kwargs)
+            return self.script.of_function(func, args, kwargs)
         if draws(func.__name__, kwargs):
             return self.script.refuse(f"'{func.__name__}' is not possible in a modifier: {NO_RANDOM}.")
         if func.__name__ in ("__getitem__", "getitem") and _names_element(args[0], args[1]):
@@ -317,7 +335,7 @@ def traced(
             return _refused("this modifier has no text for a compiled program. Make it by nvrtc_attn.trace.")
         numbers = score_mod.numbers
         ints, floats = [x for x in numbers if isinstance(x, int)], [x for x in numbers if isinstance(x, float)]
-        arrays = [torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in score_mod.captures]
+        arrays = [_copied(torch.from_numpy(x), where) if isinstance(x, np.ndarray) else x for x in score_mod.captures]
         for x, given in zip(arrays, score_mod.captures, strict=True):
             if x is given and is_elsewhere(x, where):
                 return _refused(_elsewhere(x, where))

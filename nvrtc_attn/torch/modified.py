@@ -286,11 +286,10 @@ def _forward_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     modifier = None
     if program:
         # Symbols stand for any number here.
-        numbers = [
-            tuple([x if type(x) is kind else kind(2) for x in given]) for kind, given in ((int, ints), (float, floats))
-        ]
+        known_ints = tuple([x if type(x) is int else 2 for x in ints])
+        known_floats = tuple([x if type(x) is float else 2.0 for x in floats])
         shapes = tuple([(tuple([n if type(n) is int else _ANY_SIZE for n in x.shape]), x.dtype) for x in captures])
-        modifier, places = read_text(program, *numbers, shapes)
+        modifier, places = read_text(program, known_ints, known_floats, shapes)
         modifier = modifier.with_captures(tuple([captures[i] for i in places]))
     return forward_fake(*arguments[:-_BEHIND], modifier=modifier)
 

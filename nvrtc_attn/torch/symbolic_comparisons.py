@@ -1,8 +1,9 @@
-"""Comparisons of a `ScriptValue` with an integer that torch.compile made symbolic: a captured one that changed, a size.
+"""Operators of a `ScriptValue` that Dynamo does not ask the object for.
 
-Dynamo takes an object that is no tensor for unequal to every symbolic integer, without asking the object: ``j == w``
-was False in a program, silently, and ``j < w`` an internal error (torch 2.13). No method of the class is ever called,
-so its comparison is replaced here, for objects of this one class alone.
+Dynamo takes an object that is no tensor for unequal to every integer that it made symbolic (a captured one that
+changed, a size), without asking the object: ``j == w`` was False in a program, silently, and ``j < w`` an internal
+error (torch 2.13). ``~x`` it traces of no object at all. No method of the class is ever called, so both are replaced
+here, for objects of this one class alone.
 """
 
 from __future__ import annotations
@@ -40,7 +41,14 @@ def _replaced(kind: type) -> bool:
                 return x.call_method(tx, f"__{name}__", [other], {})
         return theirs(self, tx, left, right)
 
+    def call_invert(self: Any, tx: Any, x: Any) -> Any:
+        if isinstance(x, UserDefinedObjectVariable) and issubclass(x.python_type(), kind):
+            return x.call_method(tx, "__invert__", [], {})
+        return None  # for Dynamo's other ways
+
     BuiltinVariable._comparison_with_symnode = comparison
+    if not hasattr(BuiltinVariable, "call_invert"):
+        BuiltinVariable.call_invert = call_invert
     # What was looked up before is looked up again.
     BuiltinVariable._binop_handlers.cache_clear()
     BuiltinVariable.call_function_handler_cache.clear()

@@ -78,6 +78,8 @@ def is_elsewhere(x: Any, where: Any) -> bool:
 def captured_on(arrays: Any, where: Any) -> tuple[Any, ...]:
     """The arrays that functions captured as tensors: NumPy's, and numbers on the CPU, are copied to where q is.
 
+    Arrays are copied on the CPU, too: torch sees no write to one between the passes, as it does to a tensor.
+
     Raises
     ------
     ValueError
@@ -89,7 +91,10 @@ def captured_on(arrays: Any, where: Any) -> tuple[Any, ...]:
                 f"score_mod, mask_mod: captured array {i}, of shape {tuple(x.shape)}, is on {x.device}, but q is on "
                 f"{where}. Move it there."
             )
-    return tuple([torch.as_tensor(x, device=where) for x in arrays])
+    return tuple([
+        torch.as_tensor(x, device=where) if isinstance(x, torch.Tensor) else torch.tensor(x, device=where)
+        for x in arrays
+    ])  # fmt: skip
 
 
 def signature(x: Any) -> Any:

@@ -320,6 +320,26 @@ def test_gradients_of_captures_are_reproducible_on_request(name: str, head_dim: 
     assert all(torch.equal(x, y) for more in found[1:] for x, y in zip(found[0], more, strict=True))
 
 
+@pytest.mark.parametrize("family", ["portable", "hopper"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_gradient_of_a_bias_that_decides_a_mask_too(deterministic: bool, family: str) -> None:
+    """It is that of the bias: no sum of what is left of the modifier is written over it."""
+
+    def make(arrays: dict[str, Any]) -> tuple[Any, Any]:
+        table = arrays["table"]
+
+        def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+            return table[h, q, k] > -1.0
+
+        return lambda s, b, h, q, k: s + table[h, q, k], mask_mod
+
+    def arrays(sizes: tuple[int, int, int, int], rng: np.random.Generator) -> dict[str, Any]:
+        return {"table": rng.standard_normal(sizes[1:]).astype(np.float32)}
+
+    with backend(family):
+        check(ModifierCase("bias and mask", make, arrays), (1, 2, 70, 90), "float16", 64, deterministic=deterministic)
+
+
 def distance_cases() -> dict[str, ModifierCase]:
     """What the distance of query and key decides: tables of it, one element for all, and more than the table."""
 

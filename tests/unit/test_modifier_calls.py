@@ -5,6 +5,7 @@ Tensors on the CPU count as tensors of GPU 0, as in `test_host_cost`.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 import weakref
@@ -438,6 +439,83 @@ def hidden() -> dict[str, tuple[Any, Callable[[float], Any]]]:
         "array in a list": (array_in_a_list, lambda x: VALUES[0].fill(x)),
         "method": (method, lambda x: numbers.update(by=x)),
     }  # fmt: skip
+
+
+def of_state() -> dict[str, tuple[Any, Callable[[], Any]]]:
+    """Functions that ask torch for its state, by many names, and a block in which it is another one."""
+    asks, none, matmul = torch.is_grad_enabled, torch.no_grad, torch.backends.cuda.matmul
+
+    @contextlib.contextmanager
+    def of_doubles() -> Iterator[None]:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+    @contextlib.contextmanager
+    def with_tf32() -> Iterator[None]:
+        before, matmul.allow_tf32 = matmul.allow_tf32, not matmul.allow_tf32
+        try:
+            yield
+        finally:
+            matmul.allow_tf32 = before
+
+    @contextlib.contextmanager
+    def deterministic() -> Iterator[None]:
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    def helper() -> Any:
+        return torch.is_grad_enabled()
+
+    def autocast() -> Any:
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+    return {
+        "gradients": (lambda s, b, h, q, k: s * (2.5 if torch.is_grad_enabled() else 3.5), none),
+        "by another name": (lambda s, b, h, q, k: s * (2.5 if asks() else 3.5), none),
+        "by its name": (lambda s, b, h, q, k: s * (2.5 if getattr(torch, "is_grad_enabled")() else 3.5), none),  # noqa: B009
+        "of a helper": (lambda s, b, h, q, k: s * (2.5 if helper() else 3.5), none),
+        "inference": (
+            lambda s, b, h, q, k: s * (2.5 if torch.is_inference_mode_enabled() else 3.5), torch.inference_mode,
+        ),
+        "autocast": (lambda s, b, h, q, k: s * (2.5 if torch.is_autocast_enabled("cpu") else 3.5), autocast),
+        "type of autocast": (
+            lambda s, b, h, q, k: s * (2.5 if torch.get_autocast_dtype("cpu") == torch.float16 else 3.5),
+            lambda: torch.autocast("cpu", dtype=torch.float16),
+        ),
+        "default type": (
+            lambda s, b, h, q, k: s * (2.5 if torch.get_default_dtype() == torch.float32 else 3.5), of_doubles,
+        ),
+        "setting": (lambda s, b, h, q, k: s * (2.5 if torch.backends.cuda.matmul.allow_tf32 else 3.5), with_tf32),
+        "deterministic": (
+            lambda s, b, h, q, k: s * (2.5 if torch.are_deterministic_algorithms_enabled() else 3.5), deterministic,
+        ),
+    }  # fmt: skip
+
+
+OF_STATE = of_state()
+
+
+@pytest.mark.usefixtures("nothing_traced")
+@pytest.mark.parametrize("name", OF_STATE)
+def test_functions_that_ask_torch_for_its_state_are_traced_anew(name: str) -> None:
+    function, other = OF_STATE[name]
+
+    def factor() -> Any:
+        return traced(function).program.score.args[1].value  # type: ignore[union-attr]
+
+    forget_traces()
+    with other():
+        there = factor()
+    assert {there, factor()} == {2.5, 3.5}
+    with other():
+        assert factor() == there
 
 
 HIDDEN = hidden()

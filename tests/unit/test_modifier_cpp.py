@@ -237,6 +237,42 @@ def test_the_text_computes_what_numpy_does(
                 np.testing.assert_array_equal(keep, np.broadcast_to(exact(mask), SIZES), err_msg=case.name)
 
 
+def test_the_text_and_numpy_agree_about_nan(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> None:
+    """Beside a number, on both sides, and of a sign; and at equal operands."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    rows = np.array([math.nan, 1.0, -2.0, 0.0, math.nan], np.float32)
+    functions: list[Any] = [
+        lambda f, s, r: f.fmax(s, r), lambda f, s, r: f.fmin(s, r), lambda f, s, r: f.fmax(r, s),
+        lambda f, s, r: f.fmin(r, s), lambda f, s, r: f.maximum(s, r), lambda f, s, r: f.minimum(r, s),
+        lambda f, s, r: f.sign(s), lambda f, s, r: f.sign(r) * 2.0,
+    ]  # fmt: skip
+    found = [trace(lambda s, b, h, q, k, f=function: f(torch, s, rows[q])) for function in functions]
+    header = repository / "cuda_src" / "nvrtc_attn" / "collective" / "modifier.cuh"
+    made = library([(modifier.program, ()) for modifier in found], tmp_path_factory, header)
+    sizes = (1, 1, len(rows), len(rows))
+    scores = np.broadcast_to(rows, sizes).copy()
+    axes = [np.arange(n).reshape([-1 if a == d else 1 for a in range(4)]) for d, n in enumerate(sizes)]
+    for i, (modifier, function) in enumerate(zip(found, functions, strict=True)):
+        values = cuda_values.modifier_values(
+            modifier.program, (), [view(x, "x") for x in modifier.captures], [None] * len(modifier.captures),
+            modifier.numbers,
+        )  # fmt: skip
+        out, slopes, plain = (np.zeros(sizes, np.float32) for _ in range(3))
+        keep = np.zeros(sizes, np.uint8)
+        pointers = [ctypes.c_void_p(x.ctypes.data) for x in (scores, scores, out, slopes, plain, keep)]
+        getattr(made, f"program{i}_run")(values.block.ljust(8, b"\0"), *pointers[:2], *sizes, *pointers[2:])
+        inputs = dict(zip(("score", "b", "h", "q", "k"), (scores, *axes), strict=True))
+        score, _ = modifier.valued
+        exact = evaluate.Values(inputs, modifier.captures, np.dtype(np.float32))
+        given = torch.from_numpy(scores).requires_grad_()
+        wanted = function(torch, given, torch.from_numpy(rows[:, None]))
+        (slope_of_torch,) = torch.autograd.grad(wanted.sum(), given) if wanted.requires_grad else (torch.zeros(sizes),)
+        for ours in (out, exact(score)):
+            np.testing.assert_array_equal(np.broadcast_to(ours, sizes), wanted.detach().broadcast_to(sizes), f"{i}")
+        for ours in (slopes, exact(slope(score))) if i < 4 else ():  # the others divide that of equal ones
+            np.testing.assert_array_equal(np.broadcast_to(ours, sizes), slope_of_torch, f"{i}")
+
+
 def close(case: ModifierCase, ours: Any, exact: Any) -> None:
     np.testing.assert_allclose(ours, np.broadcast_to(exact, SIZES), rtol=2e-4, atol=2e-5, err_msg=case.name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,19 @@ NUMPY: dict[str, Function] = {
     "logaddexp": lambda x, b, h, q, k: np.logaddexp(x, -x) + np.logaddexp2(x, k),
     "copysign": lambda x, b, h, q, k: np.copysign(x, q - k) + np.copysign(x, x * -0.0),
     "isnan": lambda x, b, h, q, k: x + np.isnan(x / 0 * 0) + np.isinf(x / 0) + np.isfinite(x) + np.isnan(q),
+    "conditions": lambda x, b, h, q, k: (
+        x
+        + ~np.maximum(q > k, h > 1)
+        + 2 * ~np.minimum(q > k, h < 1)
+        + 4 * ~np.abs(q > k)
+        + 8 * ~np.clip(h > 1, q > k, b > 0)
+    ),
+    "fmax, fmin of conditions": lambda x, b, h, q, k: x + ~np.fmax(q > k, h > 1) + 2 * ~np.fmin(q > k, h < 1),
+    "square of conditions": lambda x, b, h, q, k: x + np.square(q > k) + (np.square(q > k) + np.square(q > 2)),
+    "hypot of conditions": lambda x, b, h, q, k: x + (np.hypot(q > k, q > 2) > 1.2),
+    "fmax, fmin": lambda x, b, h, q, k: (
+        np.fmax(x, k - 2.0) + np.fmin(x, q - k) + np.fmax(x / 0 * 0, k) + np.fmin(x, x / 0 * 0) + np.fmax(q, k)
+    ),
     "nan_to_num": lambda x, b, h, q, k: (
         x + np.nan_to_num(x / 0 * 0, nan=3.0) + np.nan_to_num(x / 0, posinf=2, neginf=1)
     ),
@@ -50,6 +64,14 @@ def torch_functions() -> dict[str, Function]:
         "x.where": lambda x, b, h, q, k: x.where(q >= k, -3.0),
         "x.where(other=)": lambda x, b, h, q, k: x.where(q >= k, other=-3.0),
         "where(input=, other=)": lambda x, b, h, q, k: torch.where(q >= k, input=x, other=torch.tensor(-5.0)),
+        "tensor.where": lambda x, b, h, q, k: torch.tensor(5.0).where(q >= k, x),
+        "tensor.where(other=)": lambda x, b, h, q, k: torch.tensor(5.0).where(q >= k, other=x),
+        "maximum of conditions": lambda x, b, h, q, k: x + ~torch.maximum(q > k, h > 1),
+        "minimum of conditions": lambda x, b, h, q, k: x + ~torch.minimum(q > k, h < 1) + ~torch.min(q > 2, h < 1),
+        "fmax, fmin of conditions": lambda x, b, h, q, k: x + ~torch.fmax(q > k, h > 1) + 2 * ~torch.fmin(q > 3, h < 1),
+        "sign of a condition": lambda x, b, h, q, k: x + ~torch.sign(q > k) + ~torch.sgn(k > q),
+        "clamp of a condition": lambda x, b, h, q, k: x + ~torch.clamp(q > k, min=h > 1),
+        "square of a condition": lambda x, b, h, q, k: x + (torch.square(q > k) + torch.square(q > 2)),
         "clamp(x, None, 3)": lambda x, b, h, q, k: x + torch.clamp(q - k, None, 3),
         "x.clamp(None, 3)": lambda x, b, h, q, k: x + (q - k).clamp(None, 3),
         "x.clamp(max=3)": lambda x, b, h, q, k: x + (q - k).clamp(max=3),
@@ -117,16 +139,22 @@ def torch_activations() -> dict[str, Function]:
         "logaddexp2": lambda x: torch.logaddexp2(x, x * 0.5), "copysign": lambda x: torch.copysign(x * x, x),
         "nan_to_num": lambda x: torch.nan_to_num(x), "sgn": lambda x: x * torch.sgn(x),
         "isfinite": lambda x: torch.where(torch.isfinite(x) & ~torch.isnan(x), x, torch.finfo(x.dtype).min),
+        "fmax": lambda x: torch.fmax(x, x * 0.5), "fmin": lambda x: torch.fmin(x * 0.5, x),
+        "fmax beside NaN": lambda x: torch.fmax(x, torch.where(x > 0, x * x, math.nan)),
+        "fmin beside NaN": lambda x: torch.fmin(torch.where(x > 0, x, math.nan), x * 2),
+        "fmax of NaN": lambda x: torch.fmax(x * math.nan, x * math.nan),
+        "sign of NaN": lambda x: torch.sign(torch.where(x > 0, x, math.nan)),
+        "threshold of NaN": lambda x: torch.nn.functional.threshold(torch.where(x > 0, x, math.nan), 0.5, -1.0),
         "type_as": lambda x: (x > 0).type_as(x) + (x < 1).to(x.dtype) * x,
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("index", range(42))
+@pytest.mark.parametrize("index", range(49))
 def test_activations_of_torch_and_their_derivatives(index: int) -> None:
     """In float64, also where they bend: there the derivative is torch's."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     activations = torch_activations()
-    assert len(activations) == 42
+    assert len(activations) == 49
     name, function = list(activations.items())[index]
     wide = torch.tensor(NUMBERS, dtype=torch.float64, requires_grad=True)
     wanted = function(wide)
@@ -141,11 +169,11 @@ def test_activations_of_torch_and_their_derivatives(index: int) -> None:
         np.testing.assert_allclose(a, b.detach().numpy(), rtol=1e-7, atol=1e-7, err_msg=name)
 
 
-@pytest.mark.parametrize("index", range(24))
+@pytest.mark.parametrize("index", range(32))
 def test_functions_of_torch(index: int) -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     functions = torch_functions()
-    assert len(functions) == 24
+    assert len(functions) == 32
     name, function = list(functions.items())[index]
     for place in PLACES:
         assert traced(function, *place) == pytest.approx(float(function(*given(*place, of=torch))), rel=1e-6), name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import pickle
 import random
 import threading
@@ -402,6 +403,9 @@ def test_constants_are_folded() -> None:
     assert program(lambda s, b, h, q, k: s + (q * 0 + 1 - 1) * 0.0) != graph.SCORE  # NaN and infinity survive
     assert program(lambda s, b, h, q, k: np.where(~((q > k) & False), s, 0.0)) == graph.SCORE
     assert trace(None, lambda b, h, q, k: (q > k) | True).program.mask is None
+    for op in ("minimum", "maximum"):  # Python's own drop a NaN that comes second
+        for a, b in ((math.nan, 1.0), (1.0, math.nan)):
+            assert math.isnan(graph.make(op, graph.number(a), graph.number(b)).value)
 
 
 def test_every_operation_has_values_and_a_derivative() -> None:
@@ -547,6 +551,30 @@ def test_the_gradient_of_an_array_that_became_a_bias() -> None:
     doubles = [x.astype(np.float64) for x in (dout, q, k, v)]
     exact = reference.attention_forward(*doubles[1:], modifier=wide)
     expected = reference.attention_backward(*doubles, *exact, modifier=wide, capture_grads=sums)
+    for ours, theirs in zip((*gradients, *daux), (*expected[:3], *sums), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("way", ["score", "mask", "both"])
+def test_the_gradient_of_a_bias_that_decides_a_mask_too(way: str) -> None:
+    """It is that of the bias; what is left of the modifier reads the array, and no score of it depends on that."""
+    q, k, v, dout = tensors((2, 2, 8, 8), 0)
+
+    def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        added = s + BIAS[h, i, j]
+        return added if way == "mask" else np.where(BIAS[h, i, j] > -0.5, added, -np.inf)
+
+    modifier = trace(score_mod, None if way == "score" else lambda b, h, i, j: BIAS[h, i, j] < 1.0)
+    out, lse = nvrtc_attn.attention(q, k, v, score_mod=modifier, return_lse=True)
+    gradients = [np.full_like(x, np.nan) for x in (q, k, v)]
+    daux = [np.full(x.shape, np.nan, np.float32) for x in modifier.captures]
+    nvrtc_attn.attention_backward(dout, q, k, v, out, lse, *gradients, score_mod=modifier, daux=daux)
+    wide = HostModifier(modifier, [x.astype(np.float64) for x in modifier.captures])
+    sums = [np.zeros(x.shape) for x in modifier.captures]
+    doubles = [x.astype(np.float64) for x in (dout, q, k, v)]
+    exact = reference.attention_forward(*doubles[1:], modifier=wide)
+    expected = reference.attention_backward(*doubles, *exact, modifier=wide, capture_grads=sums)
+    assert np.abs(sums[0]).max() > 0.1
     for ours, theirs in zip((*gradients, *daux), (*expected[:3], *sums), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)
 

@@ -474,6 +474,12 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "atan": lambda s, b, h, q, k: torch.atan(s) + torch.fmod(s, 2.0) + torch.hypot(s, s + 1),
     "lerp": lambda s, b, h, q, k: torch.lerp(s, s * s, 0.3) + torch.addcmul(s, s, s, value=0.5),
     "logaddexp": lambda s, b, h, q, k: torch.logaddexp(s, -s) + torch.nan_to_num(s) * torch.isfinite(s),
+    "where of a score": lambda s, b, h, q, k: s.where(q >= k, -1.0) + s.where(h > 0, other=0.5),
+    "where of a tensor": lambda s, b, h, q, k: s + SLOPES[0].clone().where(q >= k, s) + SLOPES[h].where(q > 2, 0.5),
+    "not": lambda s, b, h, q, k: torch.where(~(q >= k) & ~(h > 0), -1.0, s) + (~q & 3),
+    "not of conditions": lambda s, b, h, q, k: s + ~torch.maximum(q > k, h > 0) * 0.5 + ~torch.sign(q > 2),
+    "signs": lambda s, b, h, q, k: -s + abs(s) * +q,
+    "fmax": lambda s, b, h, q, k: torch.fmax(s, q - k) + torch.fmin(s, 0.5 * k) + torch.fmax(s * math.nan, s),
     "int16": lambda s, b, h, q, k: s * SHORT[k] + SHORT[q].int() - SHORT[k],
 }
 SHORT = torch.arange(M + N).to(torch.int16)
@@ -484,7 +490,17 @@ def test_functions_of_torch(name: str) -> None:
     same(compiled(flex_attention)(*tensors(), FUNCTIONS[name]), flex_attention(*tensors(), FUNCTIONS[name]))
 
 
+@pytest.mark.parametrize("kind", ["literal", "given"])
+def test_zeros_of_both_signs_are_two_texts(kind: str) -> None:
+    """They are equal, and what is made of one text is kept."""
+    literals = "0.0" if kind == "literal" else ""
+    script = f'[[{literals}],[["score_mod",[["copysign",["$0","f0"],{{}}]],"%0"]]]'
+    found = [read_text(script, (), (x,), ())[0].valued[0] for x in (0.0, -0.0, 0.0)]
+    assert found[0] == found[2] != found[1]
+
+
 def test_opcheck() -> None:
+    torch.library.opcheck(torch.ops.nvrtc_attn.copied.default, (torch.rand(3), torch.device("cpu")))
     given = operands()
     torch.library.opcheck(modified.modified_forward, given)
     *of_call, _, _, captures, script, ints, floats = given

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -392,3 +393,31 @@ def test_numbers_and_arrays_of_the_host_go_anywhere(captured: str, compiled: boo
     if not compiled and captured == "array":
         with FakeTensorMode(allow_non_fake_inputs=True):
             assert attention(q, q, q, score_mod=score_mod).device.type == "meta"
+
+
+@pytest.mark.parametrize("way", ["eager", "traced", "aot_eager", "inductor", "inductor, traced"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_arrays_of_the_host_that_are_written_to_between_the_passes(way: str) -> None:
+    """torch notices a write to a tensor, and none to an array of NumPy's."""
+    if "inductor" in way and shutil.which("g++") is None:
+        pytest.skip("inductor compiles C++")
+    x, slopes = inputs(), np.linspace(0.5, 2.0, H, dtype=np.float32)
+    table = np.linspace(-1, 1, N, dtype=np.float32)
+
+    def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return torch.tanh(s * slopes[h]) + table[j] * slopes[h]
+
+    given = nvrtc_attn.trace(score_mod) if "traced" in way else score_mod
+
+    def call(q: Any) -> Any:
+        return attention(q, x["k"], x["v"], score_mod=given).square().sum()
+
+    (expected,) = torch.autograd.grad(call(x["q"]), x["q"])
+    torch._dynamo.reset()
+    if way not in ("eager", "traced"):
+        call = torch.compile(call, fullgraph=True, backend=way.split(",")[0])
+    total = call(x["q"])
+    slopes *= 2.0
+    table[:] = 0.0
+    (found,) = torch.autograd.grad(total, x["q"])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
