@@ -277,22 +277,36 @@ class enable_sdpa:  # noqa: N801 - it is called like a function, as torch.no_gra
                 ["torch.library.get_kernel is missing, which torch has since 2.9.1"],
             )
         self._mine = [_EFFICIENT, _ALL] if all else [_EFFICIENT]
+        self._keys = _keys
         self._again = partial(type(self), all=all, _keys=_keys)
+        self._times_on = 0
+        self._blocks: list[bool] = []
+        """Of each ``with`` that has begun, whether its end switches off: not after `disable`."""
+        self._switch_on()
+        LOGGER.info("scaled_dot_product_attention of torch: %s calls run on nvrtc_attn", "all" if all else "some")
+
+    def _switch_on(self) -> None:
         with _lock:
+            self._times_on += 1
             for level in self._mine:
                 _levels[level] += 1
                 if _levels[level] == 1:
-                    _libraries[level] = _install(level, _keys)
-        LOGGER.info("scaled_dot_product_attention of torch: %s calls run on nvrtc_attn", "all" if all else "some")
+                    _libraries[level] = _install(level, self._keys)
 
-    def disable(self) -> None:
-        """Give torch its kernels back, unless another switch is still on."""
+    def _switch_off(self) -> None:
         with _lock:
+            self._times_on -= 1
             for level in self._mine:
                 _levels[level] -= 1
                 if _levels[level] == 0:
                     _uninstall(level)
-            self._mine = []
+
+    def disable(self) -> None:
+        """Give torch its kernels back, unless another switch is still on. A ``with`` of this one switches on again."""
+        with _lock:
+            while self._times_on:
+                self._switch_off()
+            self._blocks = [False] * len(self._blocks)
 
     def __call__(self, function: _Function) -> _Function:
         """Decorate ``function``: the switch is off again at once, and on while the function runs."""
@@ -311,10 +325,16 @@ class enable_sdpa:  # noqa: N801 - it is called like a function, as torch.no_gra
         return inner  # type: ignore[return-value]
 
     def __enter__(self) -> enable_sdpa:
+        with _lock:
+            if self._times_on == sum(self._blocks):  # not the first one, which has what `__init__` switched on
+                self._switch_on()
+            self._blocks.append(True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.disable()
+        with _lock:
+            if self._blocks.pop():
+                self._switch_off()
 
 
 def _install(level: str, keys: tuple[str, ...]) -> torch.library.Library:

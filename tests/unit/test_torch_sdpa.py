@@ -6,6 +6,7 @@ The switch is made for CUDA; here it takes over the operators for CPU tensors, f
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch.nn.functional as F  # noqa: E402 - after the skip
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils.checkpoint import CheckpointError, checkpoint  # noqa: E402
 
 import nvrtc_attn.torch as na  # noqa: E402
 from nvrtc_attn import collect_env  # noqa: E402
@@ -491,6 +493,58 @@ def test_transformations_that_are_left_to_torch() -> None:
     assert sorted(left.values()) == [1, 1, 1]
     assert {f"{name}: Jvp of torch.func", f"{name}: dtype torch.float64"} < set(left)
     assert sdpa.report()["taken"] == {}
+
+
+@needs_get_kernel
+@pytest.mark.usefixtures("counted")
+def test_a_switch_is_used_again() -> None:
+    """One object, by one `with` after the other and within its own; `disable` ends all that it switched on."""
+
+    def enabled() -> list[str]:
+        found: list[str] = sdpa.report()["enabled"]
+        return found
+
+    switch = on_cpu(all=True)
+    for _ in range(3):
+        with switch as it:
+            assert it is switch
+            assert enabled() == ["all", "efficient"]
+            with switch:
+                assert enabled() == ["all", "efficient"]
+            assert enabled() == ["all", "efficient"]
+        assert enabled() == []
+    with switch, on_cpu():
+        switch.disable()
+        assert enabled() == ["efficient"]
+        with switch:
+            assert enabled() == ["all", "efficient"]
+        assert enabled() == ["efficient"]
+    assert enabled() == []
+    with pytest.raises(ZeroDivisionError), switch:
+        1 / 0  # noqa: B018
+    assert enabled() == []
+    switch.disable()
+    assert enabled() == []
+
+
+@needs_get_kernel
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize("inside", ["forward", "backward", "both"])
+def test_a_checkpoint_recomputes_by_what_the_switch_is_then(inside: str) -> None:
+    q, k, v = (torch.randn(1, 2, 8, 8, requires_grad=True) for _ in range(3))
+
+    def off() -> Any:
+        return contextlib.nullcontext()
+
+    for reentrant in (False, True):
+        with off() if inside == "backward" else on_cpu(all=True):
+            out = checkpoint(torch.nn.functional.scaled_dot_product_attention, q, k, v, use_reentrant=reentrant)
+        raised = not reentrant and inside != "both"
+        with (
+            off() if inside == "forward" else on_cpu(all=True),
+            pytest.raises(CheckpointError, match="different metadata") if raised else off(),
+        ):
+            out.sum().backward()
 
 
 @needs_get_kernel
