@@ -1,7 +1,7 @@
 """The public functions: arguments -> problem -> plan -> launch. No policy.
 
-All of them take tensors of any framework (PyTorch, JAX, CuPy, NumPy, or anything with DLPack) in the layout
-``[batch, seqlen, heads, head_dim]`` with any strides. CPU memory is computed on the CPU, by `nvrtc_attn.cpu`.
+All of them take tensors of any framework (PyTorch, JAX, CuPy, NumPy; where outputs are passed, anything with DLPack) in
+the layout ``[batch, seqlen, heads, head_dim]`` with any strides. CPU memory is computed on the CPU (`nvrtc_attn.cpu`).
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ def attention(
     Returns
     -------
     out, or (out, lse), (out, max_logit), (out, lse, max_logit)
-        In q's framework. Rows with no valid key are 0. The call is asynchronous on ``stream``.
+        In q's framework, which is PyTorch, JAX, CuPy or NumPy: arrays of others come with ``out``, or go to
+        `attention_forward`. Rows with no valid key are 0. The call is asynchronous on ``stream``.
 
     Raises
     ------
@@ -231,7 +232,7 @@ def attention(
     if framework == "jax":
         from .runtime.buffers import to_jax
 
-        out, lse, max_logit = (to_jax(x) if x is not None and x is not given else x for x in (out, lse, max_logit))
+        out, lse, max_logit = (to_jax(x, q) if x is not None and x is not given else x for x in (out, lse, max_logit))
         if not call.on_cpu and _import_jax is not None and q.__class__ not in _programs_of:
             _programs_of[q.__class__] = _import_jax()
     results = (out, *(x for x in (lse, max_logit) if x is not None))
@@ -404,8 +405,7 @@ def run_backward(
 ) -> None:  # fmt: skip
     """`attention_backward` of ``operands`` in the order of `BACKWARD`; ``new_workspace(nbytes)`` makes a workspace."""
     modifier, captures = _modifier(score_mod, mask_mod, aux)
-    if daux is not None and modifier is None:
-        raise ValueError("daux: given without score_mod and mask_mod, which capture the arrays.")
+    _check_gradients(daux, modifier)
     signature = None
     if stream is None and options.part is None:
         signature = _sign(operands, options, modifier, captures, workspace, daux)
@@ -542,6 +542,7 @@ def _describe_for_query(function: str, q: Any, k: Any, v: Any, options: dict[str
     modifier, captures = _modifier(*(options.pop(name, None) for name in ("score_mod", "mask_mod", "aux")))
     arguments["modifier"] = modifier and modifier.with_captures(captures)
     daux = options.pop("daux", None)
+    _check_gradients(daux, modifier)
     arguments["trained"] = frozenset(i for i, x in enumerate(daux or ()) if x is not None)
     stream = options.pop("stream", None)
     for ignored in ("rng", "workspace"):
@@ -560,6 +561,11 @@ def _sign(
     if modifier is None:
         return sign((*operands, workspace), options)
     return sign((*operands, workspace, *captures, *(daux or ())), options, modifier)
+
+
+def _check_gradients(daux: Sequence[Any] | None, modifier: Modifier | None) -> None:
+    if daux is not None and modifier is None:
+        raise ValueError("daux: given without score_mod and mask_mod, which capture the arrays.")
 
 
 def _modifier(

@@ -252,7 +252,10 @@ def _modifier_named(text: str) -> Modifier:
         sys.path.remove("")
     if isinstance(found, Modifier):
         return found
-    count = len(inspect.signature(found).parameters) if callable(found) else -1
+    try:
+        count = len(inspect.signature(found).parameters) if callable(found) else -1
+    except ValueError:  # a builtin's is not known
+        count = -1
     if count not in (0, 4, 5):
         raise ValueError(f"--modifier {text}: it is no function of (score, b, h, q, k), (b, h, q, k) or nothing.")
     if count:

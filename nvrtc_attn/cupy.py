@@ -20,7 +20,8 @@ except ModuleNotFoundError as error:
     raise missing("cupy", error) from None
 
 _NOTHING: Final = nullcontext()
-_OPTIONS: Final = frozenset(signature(api.attention_backward).parameters) - {"dbias", "dsink", "workspace"}
+_MADE_HERE: Final = frozenset(("dq", "dk", "dv", "dbias", "dsink", "workspace"))
+_OPTIONS: Final = frozenset(signature(api.attention_backward).parameters) - _MADE_HERE
 
 
 def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -61,7 +62,8 @@ def attention_backward(
         raise TypeError(
             f"with_dbias: got {shown(with_dbias)} of type {type(with_dbias).__name__}. It is True or False."
         )
-    options.pop("return_lse", None)
+    for name in ("return_lse", "return_max_logit"):
+        options.pop(name, None)
     for name in options:
         if name not in _OPTIONS:
             raise unexpected("attention_backward", name, (*_OPTIONS, "with_dbias"))

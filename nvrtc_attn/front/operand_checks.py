@@ -228,6 +228,8 @@ def _check_padded(
             )
     if "seqused_k" in tensors and ranks_fit:
         used, (batch, columns) = tensors["seqused_k"], tensors["k"].shape[:2]
+        if len(used.shape) != 1:
+            return  # said by `check_ranks`
         if used.shape[0] != batch:
             found.value(f"seqused_k: shape {used.shape}. The batch is {batch}, one element for each entry.")
         else:

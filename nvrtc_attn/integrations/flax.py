@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -72,7 +73,7 @@ def attention_fn(
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
     query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
     lead = query.shape[:-3]
-    q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+    q, k, v = (x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:]) for x in (query, key, value))
     bias = None if bias is None else _folded(jnp.asarray(bias), lead)
     if bias is not None and bias.dtype not in (q.dtype, jnp.float32):
         bias = bias.astype(jnp.float32)
@@ -90,4 +91,4 @@ def _folded(x: Any, lead: tuple[int, ...]) -> Any:
     dims = x.shape[:-3]
     if all(n == 1 for n in dims):
         return x.reshape(1, *x.shape[-3:])
-    return jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
+    return jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(math.prod(lead), *x.shape[-3:])

@@ -148,7 +148,7 @@ def _gradients(
     q, k, v, options = _arguments(query, key, value, attn_bias, scale, None, share_heads=False)
     q, k, v = q.detach(), k.detach(), v.detach()
     out, dout = (x.detach().reshape(*q.shape[:-1], v.shape[-1]) for x in (output, grad))
-    lse = lse.detach().reshape(lse.shape[0], q.shape[2], -1)[:, :, : q.shape[1]]
+    lse = lse.detach().reshape(lse.shape[0], q.shape[2], lse.shape[-1])[:, :, : q.shape[1]]
     bias = options.pop("bias", None)
     bias = None if bias is None else bias.detach()
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))

@@ -23,6 +23,7 @@ _OLDEST: Final = (0, 1)
 """The version of an XLA that asks for metadata without naming its own, as that of jaxlib 0.7.2 does."""
 _METADATA: Final = 1
 _EXECUTE: Final = 3
+_INVALID_ARGUMENT: Final = 3
 _INTERNAL: Final = 13
 
 
@@ -147,6 +148,12 @@ def _changed(name: str, size: int, known: Any) -> str:
 
 
 def _xla_error(frame: Any, error: BaseException) -> int:
-    text = "".join(traceback.format_exception(error)) if not isinstance(error, RuntimeError) else str(error)
-    arguments = _ErrorArguments(ctypes.sizeof(_ErrorArguments), None, text.encode(), _INTERNAL)
+    code = _INTERNAL
+    if isinstance(error, (TypeError, ValueError)):  # what was passed is refused, in words for who passed it
+        text, code = f"{type(error).__name__}: {error}", _INVALID_ARGUMENT
+    elif isinstance(error, RuntimeError):
+        text = str(error)
+    else:
+        text = "".join(traceback.format_exception(error))
+    arguments = _ErrorArguments(ctypes.sizeof(_ErrorArguments), None, text.encode(), code)
     return int(frame.contents.api.contents.create_error(ctypes.byref(arguments)) or 0)

@@ -68,7 +68,7 @@ def dot_product_attention(
             f"query, key, value: ranks {query.ndim}, {key.ndim}, {value.ndim}. All are [batch, length, heads, "
             f"head_dim], or all without the batch."
         )
-    if isinstance(scale, jax.Array) and scale.size == 1:
+    if isinstance(scale, jax.Array | np.ndarray) and scale.size == 1:
         if isinstance(scale, jax.core.Tracer):
             factor = scale.reshape(()).astype(np.float32)
             query, scale = (query.astype(np.float32) * factor).astype(query.dtype), 1.0
@@ -101,7 +101,7 @@ def dot_product_attention(
         if causal or window == (None, None):
             used = jnp.clip(lengths, 0, columns)
         else:  # seqused_k would align the window to the last key in use
-            mask = _both(mask, (jnp.arange(columns) < lengths[:, None])[:, None, None])
+            mask = _both(mask, (jnp.arange(columns)[None] < lengths[:, None])[:, None, None])
     result = attention(
         q, k, v, bias=bias, mask=mask, causal=causal, window_size=window, softmax_scale=scale,
         seqused_k=used, return_lse=bool(return_residual),
@@ -109,13 +109,13 @@ def dot_product_attention(
     out, lse = result if return_residual else (result, None)
     if query_seq_lengths is not None:
         lengths = _lengths("query_seq_lengths", query_seq_lengths, batch)
-        seen = jnp.arange(rows) < lengths[:, None]
+        seen = jnp.arange(rows)[None] < lengths[:, None]
         out = jnp.where(seen[:, :, None, None], out, 0)
         lse = lse if lse is None else jnp.where(seen[:, None], lse, -jnp.inf)
     out = out[0] if lead else out
     if lse is None:
         return out
-    residual = lse.swapaxes(1, 2).astype(k.dtype)
+    residual = jax.lax.stop_gradient(lse.swapaxes(1, 2).astype(k.dtype))  # as in jax.nn
     return out, residual[0] if lead else residual
 
 

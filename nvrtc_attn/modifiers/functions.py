@@ -192,7 +192,8 @@ FUNCTIONS: Final[dict[str, Callable[..., Node]]] = {
     "isinf": lambda x: make("eq", make("abs", x), _f(math.inf)) if x.kind == "float" else number(False),
     "isfinite": lambda x: make("lt", make("abs", x), _f(math.inf)) if x.kind == "float" else number(True),
     "nan_to_num": _nan_to_num,
-    "float": lambda x: make("float", x), "half": lambda x: make("float", x), "double": lambda x: make("float", x),
+    "float": lambda x: make("float", x), "half": lambda x: make("float", x), "bfloat16": lambda x: make("float", x),
+    "double": lambda x: make("float", x),
     "int": lambda x: make("int", x), "long": lambda x: make("int", x), "bool": lambda x: make("bool", x),
     "logical_not": lambda x: make("not", make("bool", x)),
 }  # fmt: skip

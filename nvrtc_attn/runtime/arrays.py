@@ -36,7 +36,7 @@ def allocate(like: Any, framework: str, shape: tuple[int, ...], dtype: str, devi
         return DeviceBuffer(shape, dtype, device.index, stream) if device.type == "cuda" else HostBuffer(shape, dtype)
     raise TypeError(
         f"out: cannot allocate an output for a {type(like).__module__}.{type(like).__qualname__}. Known are torch, "
-        f"CuPy, JAX and NumPy. Pass the outputs to nvrtc_attn.attention_forward and nvrtc_attn.attention_backward."
+        f"CuPy, JAX and NumPy. Pass out, or all outputs to nvrtc_attn.attention_forward and attention_backward."
     )
 
 

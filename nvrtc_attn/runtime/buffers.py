@@ -280,8 +280,8 @@ class HostBuffer(_Buffer):
         super().__init__(shape, dtype, -(-self._memory.ctypes.data // _HOST_ALIGNMENT) * _HOST_ALIGNMENT)
 
 
-def to_jax(buffer: DeviceBuffer | HostBuffer) -> Any:
-    """The `jax.Array` that shares the memory of ``buffer``; nobody may write it any more."""
+def to_jax(buffer: DeviceBuffer | HostBuffer, like: Any) -> Any:
+    """The `jax.Array` that shares the memory of ``buffer``, where ``like`` is; nobody may write it any more."""
     jax = sys.modules["jax"]
     array = jax.dlpack.from_dlpack(buffer)
     if isinstance(buffer, DeviceBuffer):
@@ -290,6 +290,8 @@ def to_jax(buffer: DeviceBuffer | HostBuffer) -> Any:
             (device,) = array.devices()
             _scalars[index] = jax.device_put(np.float32(0), device)
         buffer._memory.exported = True
+    elif array.devices() != like.devices():  # JAX may count a host as several devices, DLPack does not
+        array = jax.device_put(array, *like.devices())
     return array
 
 

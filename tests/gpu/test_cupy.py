@@ -72,8 +72,12 @@ def test_gradients_are_torchs(strided: bool) -> None:
     for mine, leaf in zip(found, leaves, strict=True):
         assert isinstance(mine, cupy.ndarray)
         same(mine, leaf.grad)
-    *_, dbias = adapter.attention_backward(dout, q, k, v, out, lse, bias=bias, with_dbias=False, **options)
+    *_, dbias = adapter.attention_backward(
+        dout, q, k, v, out, lse, bias=bias, with_dbias=False, return_lse=True, return_max_logit=True, **options
+    )
     assert dbias is None
+    with pytest.raises(TypeError, match=r"attention_backward\(\) got an unexpected keyword argument 'dq'"):
+        adapter.attention_backward(dout, q, k, v, out, lse, dq=q)
 
 
 @pytest.mark.reliability(46)

@@ -140,6 +140,8 @@ def test_unknown_options_of_the_sizes(function: Any) -> None:
     assert function(**dense(), **given) == 0
     assert api.forward_workspace_bytes(**dense(), lse=arrays(1, 2, 4)) == 0
     assert api.backward_workspace_bytes(**dense(), dlse=arrays(1, 2, 4)) == 0
+    with pytest.raises(ValueError, match="daux: given without score_mod and mask_mod"):
+        api.backward_workspace_bytes(**dense(), daux=[None])
     for name in ("dbias", "dsink"):
         with pytest.raises(TypeError, match=f"'{name}'"):
             api.forward_workspace_bytes(**dense(), **{name: True})

@@ -314,7 +314,7 @@ def test_memory_given_to_jax_is_freed_behind_the_work_of_jax(fake: FakeDriver, m
     monkeypatch.setitem(sys.modules, "jax", jax)  # type: ignore[arg-type]
     buffer = DeviceBuffer((8,), "float16", 0)
     address = buffer.ptr
-    assert device_buffer.to_jax(buffer) is scalar
+    assert device_buffer.to_jax(buffer, scalar) is scalar
     del buffer
     device_buffer.reclaim(0)
     assert not scalar.queued  # the array lives

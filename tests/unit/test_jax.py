@@ -766,6 +766,22 @@ def test_an_error_in_the_numpy_path_is_the_programs(monkeypatch: pytest.MonkeyPa
         attention(q, k, v).block_until_ready()
 
 
+def test_what_the_numpy_path_refuses_is_said_without_a_traceback() -> None:
+    q, k, v, _ = arrays()
+    lengths = jnp.full(q.shape[0], k.shape[1] + 1, jnp.int32)
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="ValueError: seqused_k") as caught:
+        attention(q, k, v, seqused_k=lengths).block_until_ready()
+    assert "Traceback" not in str(caught.value)
+    assert ".py" not in str(caught.value)
+
+
+def test_lengths_without_dims_are_refused_by_name() -> None:
+    q, k, v, _ = arrays()
+    for call in (attention, jax.jit(attention), nvrtc_attn.attention):
+        with pytest.raises(ValueError, match=r"seqused_k: shape \(\) has rank 0"):
+            call(q, k, v, seqused_k=jnp.int32(3))
+
+
 @pytest.mark.parametrize("named", [None, (0, 3)])
 def test_xla_is_told_its_own_version_of_the_interface(
     named: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch

@@ -113,6 +113,30 @@ def test_without_batch_low_ranks_and_residual() -> None:
     np.testing.assert_allclose(adapter.dot_product_attention(*half, bias), expected, atol=2e-2)
 
 
+def test_the_residual_has_no_gradient() -> None:
+    """As in jax.nn: whoever trains with it has `attention(return_lse=True)`."""
+    q, k, v, _ = arrays(5, 7)
+
+    def gradient(function: Any) -> Any:
+        return jax.grad(lambda q: sum(x.sum() for x in function(q, k, v, return_residual=True)))(q)
+
+    found, wanted = gradient(adapter.dot_product_attention), gradient(jax.nn.dot_product_attention)
+    np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_nothing_needs_arrays_of_other_ranks_to_broadcast() -> None:
+    q, k, v, _ = arrays(6, 7)
+    lengths = jnp.array([3, 5])
+    options: dict[str, Any] = {
+        "query_seq_lengths": lengths, "key_value_seq_lengths": lengths + 1, "local_window_size": (2, 1),
+    }  # fmt: skip
+    expected = jax.nn.dot_product_attention(q, k, v, **options)
+    with jax.numpy_rank_promotion("raise"):
+        found = adapter.dot_product_attention(q, k, v, **options)
+    seen = (jnp.arange(6)[None] < lengths[:, None])[..., None, None]
+    np.testing.assert_allclose(jnp.where(seen, found, 0), jnp.where(seen, expected, 0), atol=2e-6, rtol=1e-5)
+
+
 def test_vmap() -> None:
     q, k, v, _ = (jnp.stack([x, 2 * x]) for x in arrays(4, 4))
     out = jax.vmap(lambda *x: adapter.dot_product_attention(*x, is_causal=True))(q, k, v)
@@ -124,8 +148,9 @@ def test_scales_that_are_arrays() -> None:
     """A learned one has its gradient."""
     q, k, v, _ = arrays(4, 4)
     scale = jnp.float32(0.3)
-    found = adapter.dot_product_attention(q, k, v, scale=scale)
-    np.testing.assert_allclose(found, jax.nn.dot_product_attention(q, k, v, scale=0.3), atol=2e-6, rtol=1e-5)
+    for number in (scale, np.float32(0.3), np.array([0.3], np.float32), np.array(0.3)):
+        found = adapter.dot_product_attention(q, k, v, scale=number)
+        np.testing.assert_allclose(found, jax.nn.dot_product_attention(q, k, v, scale=0.3), atol=2e-6, rtol=1e-5)
     compare(
         [q, k, v, scale],
         lambda q, k, v, scale: adapter.dot_product_attention(q, k, v, scale=scale),
@@ -315,6 +340,11 @@ def test_flax_dropout_bias_and_refusals(attention_fn: Any) -> None:
     assert np.array_equal(one, same)
     assert not np.array_equal(one, other)
     assert np.array_equal(attention_fn(q, q, q, deterministic=True, dropout_rate=0.5), attention_fn(q, q, q))
+    for lead in ((2,), (), (2, 3)):
+        x = jnp.broadcast_to(q[0], (*lead, 6, 4, 8))
+        mask = jnp.ones((*lead, 1, 0, 6))
+        assert attention_fn(x[..., :0, :, :], x, x, mask=mask).shape == (*lead, 0, 4, 8)
+        assert not np.any(attention_fn(x, x[..., :0, :, :], x[..., :0, :, :]))
     with pytest.raises(UnsupportedError) as caught:
         attention_fn(q, q, q, dropout_rate=0.5, module=object(), qk_attn_weights_einsum=jnp.einsum)
     assert len(caught.value.reasons) == 3

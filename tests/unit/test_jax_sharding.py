@@ -326,3 +326,15 @@ def test_the_older_partitioner(repository: Path) -> None:
         assert same, case
         assert moves == [], case
         assert part == part_of(case), case
+
+
+def test_results_of_arrays_on_another_device_of_the_host_are_there(repository: Path) -> None:
+    """DLPack knows one CPU: out came back on the first, and `out + q` was refused by JAX."""
+    program = """
+import jax, jax.numpy as jnp, nvrtc_attn
+jax.config.update("jax_num_cpu_devices", 2)
+q = jax.device_put(jnp.ones((1, 8, 2, 16)), jax.devices()[1])
+for x in nvrtc_attn.attention(q, q, q, return_lse=True, return_max_logit=True):
+    print(x.devices() == q.devices(), float(x.sum() + q.sum()) > 0)
+"""
+    assert printed(repository, program) == "True True\n" * 3

@@ -75,6 +75,7 @@ MISTAKES: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
         {"q": Q[:1], "k": K[:1], "v": V[:1], "cu_seqlens_q": [0, 30, 64], "cu_seqlens_k": [0, 30, 64], **PACKED},
         ["cu_seqlens_q: got [0, 30, 64] of type list", "numpy.asarray(x, dtype=numpy.int32)"],
     ),
+    (attention, {"seqused_k": np.array(3, np.int32)}, ["seqused_k: shape () has rank 0"]),
     (attention, {"q": [[1.0]]}, ["q: got [[1.0]] of type list", "numpy.asarray(x)."]),
     (
         attention,

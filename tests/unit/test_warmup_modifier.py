@@ -62,7 +62,7 @@ def test_names() -> None:
     assert of("my_masks:both").program == of("my_masks:traced").program
     Path("breaks.py").write_text("1 / 0")
     wrong = ("three", "none", "one", "nothing", "fails")
-    for name in (*(f"my_masks:{x}" for x in wrong), "no_such_module:x", "breaks:x", "my_masks", ":"):
+    for name in (*(f"my_masks:{x}" for x in wrong), "no_such_module:x", "breaks:x", "my_masks", ":", "builtins:max"):
         with pytest.raises(ValueError, match="--modifier"):
             of(name)
 
