@@ -292,6 +292,12 @@ def wide_others() -> Iterator[Kind]:
                 yield Kind(f"{name} bias{' causal' * bool(options)}", (b, s, s, h, h, d), options, bias=(1, h, s, s))
         yield Kind(f"{name} bias of keys", (8, 1024, 1024, 16, 16, d), bias=(8, 1, 1, 1024))
         yield Kind(f"{name} bias of few keys", (8, 2048, 77, 8, 8, d), bias=(8, 1, 1, 77))
+        shape, bias = (4, 2048, 2048, 16, 16, d), (1, 16, 2048, 2048)
+        yield Kind(f"{name} bias and softcap", shape, causal | {"softcap": 30.0}, bias=bias)
+        yield Kind(f"{name} bias and used keys", shape, bias=bias, used=(2048, 300, 1100, 1777))
+        yield Kind(f"{name} bias of 1500 rows", (3, 1500, 1504, 12, 12, d - 8), bias=(1, 12, 1500, 1504))
+        if d <= 192:
+            yield Kind(f"{name} bias and dropout", shape, {"dropout_p": 0.1}, bias=bias)
     for b, m, n, h, d in ((8, 4096, 77, 8, 160), (4, 4096, 226, 16, 192), (4, 1024, 300, 16, 144)):
         yield Kind("wide text", (b, m, n, h, h, d))
     for b, m, n, h, k, d in (

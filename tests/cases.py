@@ -577,6 +577,10 @@ def named_cases() -> list[Case]:
             cases.append(make_case(name, batch=1, seqlen_q=m, seqlen_k=n, causal=causal, dtype="bfloat16"))
     # One key tile a head: the loop over queries is split among thread blocks, and their parts are added up.
     cases.append(make_case("split-queries", batch=1, num_heads=2, seqlen_q=2000, seqlen_k=77, dtype="bfloat16"))
+    # One key tile of 80 columns, whose bias threads read.
+    text: dict[str, Any] = {"seqlen_q": 300, "seqlen_k": 77, "num_heads": 4, "dtype": "bfloat16"}
+    cases += [make_case(f"text-bias-d{d}", **text, head_dim=d, bias="b11k") for d in (160, 192)]
+    cases.append(make_case("text-bias-softcap-d192", **text, head_dim=192, bias="1hqk", softcap=8.0))
     # Two on a Hopper GPU of 132 multiprocessors, where 66 key tiles fill half of them.
     cases.append(make_case("parts", batch=1, num_heads=33, seqlen_q=2700, seqlen_k=250, head_dim=72, dtype="bfloat16"))
     cases.append(make_case("decode", batch=1, num_heads=4, num_heads_kv=1, seqlen_q=1, seqlen_k=8192, head_dim=128))

@@ -11,7 +11,7 @@ from ..modifiers.cuda import computes_little, only_computes, takes_registers
 from .common import MEASURED_SMS, ceil_div
 from .hopper_common import SMEM_LIMIT, begins_products, least_work, mean_rows, product_width, score_operands
 from .hopper_forward_config import KEY_TILE_OVERHEAD_COLUMNS, Tile, config_of, smem_bytes
-from .hopper_forward_wide import wide_tile, widest_tile
+from .hopper_forward_wide import wide_direct_tile, wide_score_tiles, wide_tile, widest_tile
 from .hopper_small import small_tile
 from .tensor_map import score_reasons_against
 from .tile_words import bits_pay
@@ -128,7 +128,7 @@ def tile_without_bits(problem: AttentionProblem, num_sms: int) -> Tile:
         columns = 112 if operands and ceil_div(problem.head_dim_v, 16) == 5 else fitted_columns(problem, 128)
         return Tile(block_m=128, block_n=columns, num_stages_q=2, half_tile=half, lazy_max=True)
     if widest <= 192:
-        return Tile(block_m=128, block_n=64 if lazy else 48) if direct else wide_tile(problem, operands)
+        return wide_direct_tile(problem, operands) if direct else wide_tile(problem, operands)
     return widest_tile(problem, operands)
 
 
@@ -335,7 +335,7 @@ def _score_tile(problem: AttentionProblem, widest: int) -> Tile | None:
         return None
     if problem.head_dim_v > 192 and problem.dropout_p > 0:
         return None  # spills registers
-    tiles = [Tile(block_m=128, block_n=64, ping_pong=widest <= 192, score_tiles=True)]
+    tiles = wide_score_tiles(problem)
     if widest <= 128:
         # Wide key tiles first, with a second slot for Q where it fits. At head dim 64 they take 20 % less time than 64
         # columns and 35 % less than threads that read their own bias; at 128 a second slot for Q is worth less than

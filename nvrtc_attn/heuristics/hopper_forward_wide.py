@@ -70,6 +70,30 @@ def widest_tile(problem: AttentionProblem, operands: int) -> Tile:
     return Tile(block_m=128, block_n=columns, ping_pong=False, lazy_max=True)
 
 
+def wide_score_tiles(problem: AttentionProblem) -> list[Tile]:
+    """Tiles beyond head dim 128 where the copy engine brings bias and mask, the first that fits into shared memory.
+
+    A bias, causal and not, of all queries and of one: with `Tile.lazy_max` and a third slot 1.05 to 1.10 times as fast
+    as without either up to 192, 1.05 to 1.08 with `Tile.lazy_max` and turns at 256, where a mask, or max_logit, would
+    spill 8 to 24 bytes (docs/experiments.md, "A bias beyond head dim 128").
+    """
+    lazy = Tile(block_m=128, block_n=64, num_stages=3, lazy_max=True, score_tiles=True)
+    plain = Tile(block_m=128, block_n=64, score_tiles=True)
+    if max(problem.head_dim, problem.head_dim_v) <= 192:
+        return [lazy, replace(lazy, num_stages=2), plain]
+    plain = replace(plain, ping_pong=False)
+    spills = problem.mask is not None or problem.return_max_logit
+    return [plain] if spills else [replace(lazy, num_stages=2), plain]
+
+
+def wide_direct_tile(problem: AttentionProblem, operands: int) -> Tile:
+    """The tile of head dims 129 to 192 where threads read a bias or mask: 77 keys of an unaligned bias 1.22 to 1.28."""
+    if operands > 1:
+        return Tile(block_m=128, block_n=48)
+    one = problem.mask is None and _sees_all(problem) and 64 < problem.seqlen_k <= 80
+    return Tile(block_m=128, block_n=80 if one and problem.modifier is None else 64)
+
+
 def few_rows(problem: AttentionProblem, tile: Tile) -> Tile:
     """``tile`` of 64 rows, for query tiles that have a multiprocessor each.
 

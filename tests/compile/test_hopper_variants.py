@@ -66,6 +66,7 @@ FLOAT = dataclasses.replace(SCORES, dtype="float32")
 UNALIGNED = dataclasses.replace(SCORES, offset_alignment=2)  # of which every thread reads its own elements
 UNALIGNED_MASK = dataclasses.replace(MASK, offset_alignment=1)
 ROWS_OF_300 = OperandLayout(shape=(1, 4, 300, 300), strides=(0, 300 * 300, 300, 1), dtype="bfloat16")
+ROWS_OF_77 = OperandLayout(shape=(2, 1, 1, 77), strides=(77, 0, 0, 1), dtype="bfloat16")
 CAUSAL = {"window_right": 0}
 NARROW_VALUES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -152,6 +153,7 @@ VARIANTS: dict[str, AttentionProblem] = {
     "d256_bias": problem(256, bias=SCORES),
     "d256_mask_causal": problem(256, mask=MASK, **CAUSAL),
     "d256_bias_causal": problem(256, bias=SCORES, **CAUSAL),
+    "d192_bias_of_77_keys": problem(192, seqlen_k=77, bias=ROWS_OF_77),
     "d192_bias_mask_causal": problem(192, bias=FLOAT, mask=MASK, softcap=30.0, **CAUSAL),
     "d64_bias_mask": problem(64, bias=FLOAT, mask=MASK),
     "d256_mask_causal_unaligned": problem(256, mask=UNALIGNED_MASK, **CAUSAL),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+sys.path[:0] = [*map(str, Path(__file__).resolve().parents[1:3])]  # tests, and the package where it is not installed
 
 from test_torch_ops import Block  # noqa: E402
 

@@ -381,6 +381,42 @@ def test_tiles_of_the_widest_heads(
     assert tile_of(rows, head_dim, head_dim, **changes) == expected
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "changes", "expected"),
+    [
+        # By the copy engine, measured on an H200: benchmarks/results/slots.txt.
+        (160, {}, (128, 64, 3, True)),
+        (192, CAUSAL, (128, 64, 3, True)),
+        (136, SOFTCAP | CAUSAL | {"dropout_p": 0.1}, (128, 64, 3, True)),
+        (256, {}, (128, 64, 2, True)),
+        (200, CAUSAL | {"seqused_k": True}, (128, 64, 2, True)),
+        # A third slot does not fit beside a float32 bias, nor beside what max_logit notes.
+        (192, {"return_max_logit": True}, (128, 64, 2, True)),
+        (192, {"bias": dense_layout((1, 16, 2048, 2048), "float32")}, (128, 64, 2, True)),
+        # A mask would spill beside corrections that wait.
+        (192, {"mask": dense_layout((1, 16, 2048, 2048), "bool")}, (128, 64, 2, True)),
+        (256, {"bias": None, "mask": dense_layout((1, 16, 2048, 2048), "bool")}, (128, 64, 2, False)),
+        (256, {"return_max_logit": True}, (128, 64, 2, False)),
+        # Rows of no multiple of 16 bytes, which threads read: in one tile where it holds all keys.
+        (160, {"keys": 77}, (128, 80, 2, False)),
+        (192, {"keys": 77, **CAUSAL}, (128, 64, 2, False)),
+        (192, {"keys": 90}, (128, 64, 2, False)),
+        (192, {"keys": 77, "dropout_p": 0.1}, (128, 48, 2, False)),
+        (256, {"keys": 77}, (128, 48, 2, False)),
+    ],
+    ids=str,
+)
+def test_tiles_of_a_bias_of_wide_heads(head_dim: int, changes: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    keys = changes.get("keys", 2048)
+    values = dense_layout((4, keys, 16, head_dim), "bfloat16")
+    given = {"bias": dense_layout((1, 16, 2048, keys), "bfloat16"), "v": values, "head_dim_v": head_dim}
+    given |= {name: x for name, x in changes.items() if name != "keys"}
+    asked = problem(4, 2048, keys, head_dim=head_dim, **given)
+    tile = hopper_forward_tile.choose_tile(asked, 132)
+    assert hopper_forward_config.smem_bytes(hopper_forward_config.config_of(asked, tile)) <= 232448
+    assert (tile.block_m, tile.block_n, tile.num_stages, tile.lazy_max) == expected
+
+
 def test_candidates_of_wide_heads() -> None:
     """The autotuner tries what other lengths have."""
     for head_dim, columns in ((192, {"64", "80", "96"}), (256, {"64", "80"})):
