@@ -254,7 +254,7 @@ def models(only: str) -> list[dict[str, Any]]:
 
 def backward_on_gpu(call: Callable[..., Any], leaves: Any, dout: Any, around: Callable[[], Any]) -> float:
     """Microseconds that the kernels of the backward pass take, one after another."""
-    # Of their own: autograd runs what adds to a leaf on the stream of its first use, which a capture may not wait for.
+    # New leaves: autograd adds to a leaf on the stream of its first use, for which a captured graph cannot wait.
     leaves = [x.detach().requires_grad_() for x in leaves]
     with around():
         graph = graph_of(

@@ -94,7 +94,7 @@ def slower(problem: AttentionProblem, spec: BackwardPlanSpec, *, num_sms: int, s
     try:
         portable = portable_plan(problem, arch="sm_90", num_sms=num_sms, smem_limit=smem_limit)
     except UnsupportedError:
-        return []
+        return []  # there is no other plan to be slower than
     splits = splits_of(portable)
     if splits <= 2:
         return []

@@ -335,8 +335,9 @@ def _score_tile(problem: AttentionProblem, widest: int) -> Tile | None:
         return None
     if problem.head_dim_v > 192 and problem.dropout_p > 0:
         return None  # spills registers
-    tiles = wide_score_tiles(problem)
-    if widest <= 128:
+    if widest > 128:
+        tiles = wide_score_tiles(problem)
+    else:
         # Wide key tiles first, with a second slot for Q where it fits. At head dim 64 they take 20 % less time than 64
         # columns and 35 % less than threads that read their own bias; at 128 a second slot for Q is worth less than
         # 128 columns, and one slot for the bias is the worst (docs/experiments.md).

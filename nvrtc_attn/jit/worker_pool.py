@@ -252,5 +252,6 @@ def _after_fork_in_child() -> None:
         worker.close()  # an open pipe would keep the parent's worker from seeing that its parent ended
 
 
-if hasattr(os, "register_at_fork"):  # behind those of `compiler_process`, whose lock is a new one by then
+# `compiler_process` is imported before, and registered its own function first: closing a worker takes the new lock.
+if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -34,7 +34,7 @@ def _elsewhere(x: torch.Tensor, where: Any) -> str:
     return f"a captured tensor is on {x.device}, but q is on {where}. Move it there."
 
 
-# An operator, as a copy by torch's own would be made again in the backward pass, of what the array holds then.
+# An operator of our own: inductor may repeat a copy of torch's in the backward pass, when the array holds other values.
 _LIBRARY: Final = torch.library.Library("nvrtc_attn", "FRAGMENT")
 _LIBRARY.define("copied(Tensor x, Device where) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.impl("copied", lambda x, where: x.to(where, copy=True), "CompositeExplicitAutograd")

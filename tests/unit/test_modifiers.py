@@ -539,9 +539,9 @@ def test_what_is_left_of_a_modifier_gives_the_same_numbers(given: dict[str, Any]
     np.testing.assert_allclose(out, exact, rtol=1e-4, atol=1e-4)
 
 
-def test_the_gradient_of_an_array_that_became_a_bias() -> None:
+def check_gradients(modifier: Any) -> list[Any]:
+    """Compare those of q, k, v and the captured arrays with the float64 reference's; returns its own of the arrays."""
     q, k, v, dout = tensors((2, 2, 8, 8), 0)
-    modifier = trace(lambda s, b, h, i, j: np.sin(s) * ROWS[0, 3] + BIAS[h, j, i])
     out, lse = nvrtc_attn.attention(q, k, v, score_mod=modifier, return_lse=True)
     gradients = [np.full_like(x, np.nan) for x in (q, k, v)]
     daux = [np.full(x.shape, np.nan, np.float32) for x in modifier.captures]
@@ -553,30 +553,23 @@ def test_the_gradient_of_an_array_that_became_a_bias() -> None:
     expected = reference.attention_backward(*doubles, *exact, modifier=wide, capture_grads=sums)
     for ours, theirs in zip((*gradients, *daux), (*expected[:3], *sums), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)
+    return sums
+
+
+def test_the_gradient_of_an_array_that_became_a_bias() -> None:
+    check_gradients(trace(lambda s, b, h, i, j: np.sin(s) * ROWS[0, 3] + BIAS[h, j, i]))
 
 
 @pytest.mark.parametrize("way", ["score", "mask", "both"])
 def test_the_gradient_of_a_bias_that_decides_a_mask_too(way: str) -> None:
     """It is that of the bias; what is left of the modifier reads the array, and no score of it depends on that."""
-    q, k, v, dout = tensors((2, 2, 8, 8), 0)
 
     def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         added = s + BIAS[h, i, j]
         return added if way == "mask" else np.where(BIAS[h, i, j] > -0.5, added, -np.inf)
 
     modifier = trace(score_mod, None if way == "score" else lambda b, h, i, j: BIAS[h, i, j] < 1.0)
-    out, lse = nvrtc_attn.attention(q, k, v, score_mod=modifier, return_lse=True)
-    gradients = [np.full_like(x, np.nan) for x in (q, k, v)]
-    daux = [np.full(x.shape, np.nan, np.float32) for x in modifier.captures]
-    nvrtc_attn.attention_backward(dout, q, k, v, out, lse, *gradients, score_mod=modifier, daux=daux)
-    wide = HostModifier(modifier, [x.astype(np.float64) for x in modifier.captures])
-    sums = [np.zeros(x.shape) for x in modifier.captures]
-    doubles = [x.astype(np.float64) for x in (dout, q, k, v)]
-    exact = reference.attention_forward(*doubles[1:], modifier=wide)
-    expected = reference.attention_backward(*doubles, *exact, modifier=wide, capture_grads=sums)
-    assert np.abs(sums[0]).max() > 0.1
-    for ours, theirs in zip((*gradients, *daux), (*expected[:3], *sums), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)
+    assert np.abs(check_gradients(modifier)[0]).max() > 0.1
 
 
 # ----------------------------------------------------------------------------------------------------------- remembered
