@@ -2,16 +2,17 @@
 
     python benchmarks/models.py [--part language,decode,...] [--only REGEX] [--rivals cudnn,fa3,...]
                                 [--quick [--cases 45]] [--name NAME] [--out DIRECTORY]
-                                [--resume] [--budget SECONDS] [--plot]
+                                [--resume] [--budget SECONDS] [--plot] [--drawn SEED]
 
-Cases are in `model_cases.py`, rivals in `peers.py` ($FA3_DIR for FlashAttention-3). For every case and direction the
-functions run in turn, with a rest before each; one that took 1.5 times the fastest's time in the first round is not
-run again. Passes below 0.25 ms are then timed from CUDA graphs, everybody's: autograd's thread takes 0.06 to 0.25 ms of
-the host, whatever its kernels take, and that is the subject of `host.py`; times without a graph are kept as
-``NAME.DIRECTION.eager``. Outputs and gradients of every rival are compared with ours: one that computes something else
-is left out, and said so. NAME.json is written after every case, so that a run that is cut short is worth what it did,
-and ``--resume`` goes on from it. Kernels are compiled first, by several processes. ``--dry-run`` runs tiny cases on the
-CPU beside the definition. Ratios are times of the other over ours: above 1, ours is faster.
+Cases are in `model_cases.py`, those of ``--drawn`` in `drawn_cases.py`, rivals in `peers.py` ($FA3_DIR for
+FlashAttention-3). For every case and direction the functions run in turn, with a rest before each; one that took 1.5
+times the fastest's time in the first round is not run again. Passes below 0.25 ms are then timed from CUDA graphs,
+everybody's: autograd's thread takes 0.06 to 0.25 ms of the host, whatever its kernels take, and that is the subject of
+`host.py`; times without a graph are kept as ``NAME.DIRECTION.eager``. Outputs and gradients of every rival are compared
+with ours: one that computes something else is left out, and said so. NAME.json is written after every case, so that a
+run that is cut short is worth what it did, and ``--resume`` goes on from it. Kernels are compiled first, by several
+processes. ``--dry-run`` runs tiny cases on the CPU beside the definition. Ratios are times of the other over ours:
+above 1, ours is faster.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from typing import Any
 import measure as measure_module
 import peers
 import torch
+from drawn_cases import drawn
 from measure import RESULTS, graph_of, in_turn, provenance
 from model_cases import CASES, KINDS, Case, in_turns, make_inputs
 from plot import plot_models
@@ -195,9 +197,11 @@ def wall_ms(function: Callable[[], Any]) -> float:
     return 1e3 * (time.perf_counter() - begin)
 
 
-def compile_all(only: list[Case], rivals: list[str], workers: int) -> None:
+def compile_all(only: list[Case], rivals: list[str], workers: int, seed: int | None) -> None:
     """Run every case once with the kernels that are compiled at run time, in several processes."""
     command = [sys.executable, str(Path(__file__).resolve()), "--rivals", ",".join(n for n in rivals if n == "fa4")]
+    if seed is not None:
+        command += ["--drawn", str(seed)]
     running = []
     for n in range(workers):
         names = [case.name for case in only[n::workers]]
@@ -209,8 +213,8 @@ def compile_all(only: list[Case], rivals: list[str], workers: int) -> None:
             print(f"a compiling process ended with status {process.returncode}", flush=True)
 
 
-def compile_cases(names: list[str], rivals: list[str]) -> None:
-    for case in CASES:
+def compile_cases(known: tuple[Case, ...], names: list[str], rivals: list[str]) -> None:
+    for case in known:
         if case.name in names:
             inputs = make_inputs(case, "cuda")
             for make in (peers.ours, *(peers.PEERS[name] for name in rivals)):
@@ -258,14 +262,14 @@ def brief(row: dict[str, Any]) -> str:
     return " | ".join(parts)
 
 
-def choose(parts: str, only: str) -> list[Case]:
+def choose(known: tuple[Case, ...], parts: str, only: str) -> list[Case]:
     """Cases of the kinds ``parts`` whose name or shape contains ``only``."""
     kinds = parts.split(",") if parts else KINDS
     unknown = set(kinds) - set(KINDS)
     if unknown:
         raise SystemExit(f"no part {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
     pattern = re.compile(only, re.IGNORECASE)
-    return in_turns(c for c in CASES if c.kind in kinds and pattern.search(f"{c.name}, {c.shape}"))
+    return in_turns(c for c in known if c.kind in kinds and pattern.search(f"{c.name}, {c.shape}"))
 
 
 def main() -> None:
@@ -285,6 +289,9 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="of the measured tree, where that is a copy without git history")
     parser.add_argument("--plot", action="store_true", help="only draw NAME.json again")
     parser.add_argument("--dry-run", action="store_true", help="tiny, on the CPU, beside the definition")
+    parser.add_argument(
+        "--drawn", type=int, metavar="SEED", help="cases that this seed draws, instead of the chosen ones"
+    )
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     begin = time.perf_counter()
@@ -294,11 +301,12 @@ def main() -> None:
         plot_models(json.loads(path.read_text())["rows"], path.with_suffix(".png"))
         return
     torch.manual_seed(0)
+    known = CASES if arguments.drawn is None else drawn(arguments.drawn)
     if arguments.compile is not None:
-        compile_cases(json.loads(arguments.compile), rivals)
+        compile_cases(known, json.loads(arguments.compile), rivals)
         return
     measure_module.COMMIT = arguments.commit
-    chosen = choose(arguments.part, arguments.only)
+    chosen = choose(known, arguments.part, arguments.only)
     rows: list[dict[str, Any]] = []
     if arguments.resume and path.is_file():
         rows = json.loads(path.read_text())["rows"]
@@ -312,7 +320,7 @@ def main() -> None:
         device, rivals, chosen = "cpu", ["math"], [case.tiny() for case in chosen]
     else:
         os.environ.update(FA4_CACHE)
-        compile_all(chosen, rivals, arguments.workers)
+        compile_all(chosen, rivals, arguments.workers, arguments.drawn)
         print(f"{time.perf_counter() - begin:.0f} s: compiled; rivals {', '.join(rivals) or 'none'}", flush=True)
     where = {"command": " ".join(["python", *sys.argv])} if arguments.dry_run else provenance()
     arguments.out.mkdir(parents=True, exist_ok=True)

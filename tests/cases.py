@@ -609,6 +609,7 @@ def named_cases() -> list[Case]:
     ]
     cases += _varlen_cases() + _used_cases() + _several_tile_cases()
     cases += _few_query_cases() + _bias_tile_cases() + _wide_head_cases() + _sink_cases()
+    cases += _narrow_head_cases() + _between_cases() + _few_row_cases()
     for layout in LAYOUTS[1:]:
         for dtype in ("float16", "float32"):
             case = make_case(
@@ -774,6 +775,95 @@ def _wide_head_cases() -> list[Case]:
             f"wide-{n}-d{case['head_dim']}-{case.get('head_dim_v', case['head_dim'])}",
             **{"dtype": "bfloat16", **({} if "seqlens" in case else dense), **case},
         )
+        for n, case in enumerate(fields)
+    ]
+
+
+def _narrow_head_cases() -> list[Case]:
+    """Head dims of 16 to 32, which leave most of a slab of 64 columns empty, over several tiles."""
+    lengths = ((113, 203), (1, 239), (64, 64), (0, 50), (50, 0), (300, 301))
+    grouped: dict[str, Any] = {"num_heads": 8, "num_heads_kv": 2}
+    fields: list[dict[str, Any]] = [
+        {"head_dim": 16, "dlse": True},
+        {"head_dim": 24, "causal": True},
+        {"head_dim": 32, "causal": True, "seqlen_q": 1100, "seqlen_k": 1100, "num_heads": 4},
+        {"head_dim": 16, "head_dim_v": 32, "window_size": (70, 20)},
+        {"head_dim": 32, "head_dim_v": 96, "causal": "top_left"},
+        {"head_dim": 24, "softcap": 5.0, "causal": True, **grouped},
+        {"head_dim": 32, "dropout_p": 0.25, "seqlen_k": 303, "offset": 3},
+        {"head_dim": 16, "dropout_p": 0.25, "causal": True, **grouped},
+        {"head_dim": 16, "deterministic": True, "causal": True},
+        {"head_dim": 32, "deterministic": True, "seqlens": lengths},
+        {"head_dim": 24, "seqlens": lengths, "seqused_k": (200, 7, 64, 0, 0, 270), "causal": True, **grouped},
+        {"head_dim": 16, "seqlens": lengths, "dropout_p": 0.25, "tail": (5, 9)},
+        {"head_dim": 16, "bias": "bhqk", "causal": True},
+        {"head_dim": 24, "bias": "1hqk", "batch": 3},
+        {"head_dim": 32, "bias": "bhqk", "bias_dtype": "float32", "seqlen_k": 401},
+        {"head_dim": 24, "bias": "b11k", "mask": "bhqk", "mask_empty": True, "softcap": 5.0, "dropout_p": 0.1},
+        {"head_dim": 32, "mask": "b11k", "batch": 3},
+        {"head_dim": 16, "mask": "bhqk", "causal": True, "mask_empty": True},
+        {"head_dim": 32, "softmax_scale": -0.2, "seqlen_k": 77},
+    ]
+    dense = {"batch": 1, "seqlen_q": 300, "seqlen_k": 400}
+    return [
+        make_case(
+            f"narrow-{n}-d{case['head_dim']}",
+            **{"dtype": _DTYPES[n % 2], **({} if "seqlens" in case else dense), **case},
+        )
+        for n, case in enumerate(fields)
+    ]
+
+
+def _between_cases() -> list[Case]:
+    """Head dims of 72 to 120: K and V in registers backward, three consumers and narrow key tiles forward."""
+    lengths = ((113, 203), (1, 239), (64, 64), (0, 50), (50, 0), (300, 301))
+    grouped: dict[str, Any] = {"num_heads": 8, "num_heads_kv": 2}
+    many: dict[str, Any] = {"num_heads": 40, "seqlen_q": 400, "seqlen_k": 500}
+    fields: list[dict[str, Any]] = [
+        {"head_dim": 72, **many},
+        {"head_dim": 80, "causal": True, **many},
+        {"head_dim": 96, **many},
+        {"head_dim": 96, "head_dim_v": 72, "causal": True, "num_heads": 8, "seqlen_q": 1100, "seqlen_k": 1200},
+        {"head_dim": 72, "head_dim_v": 96, "window_size": (150, 30), **grouped},
+        {"head_dim": 80, "seqlens": lengths, "causal": True, "dlse": True, "tail": (5, 9)},
+        {"head_dim": 96, "seqlens": lengths, **grouped},
+        {"head_dim": 96, "softmax_scale": -0.1},
+        {"head_dim": 104, **many},
+        {"head_dim": 112, "causal": True, **many},
+        {"head_dim": 120, "num_heads": 24, "seqlen_q": 700, "seqlen_k": 1100, "dlse": True},
+        {"head_dim": 112, "head_dim_v": 128, "num_heads": 24, "seqlen_q": 700, "seqlen_k": 300},
+        {"head_dim": 104, "causal": True, "num_heads": 24, "seqlen_q": 700, "seqlen_k": 1100},
+        {"head_dim": 120, "softcap": 5.0, "causal": True, "num_heads": 24, "seqlen_q": 700, "seqlen_k": 700},
+        {"head_dim": 112, "seqlens": lengths, "causal": True, "num_heads": 40},
+        {"head_dim": 120, "seqlens": lengths, "softcap": 5.0, "window_size": (70, 20), "num_heads": 40},
+        {"head_dim": 128, "num_heads": 32, "seqlen_q": 600, "seqlen_k": 600},
+        {"head_dim": 128, "num_heads": 24, "seqlen_q": 1024, "seqlen_k": 300, "num_heads_kv": 8},
+    ]
+    dense = {"batch": 1, "seqlen_q": 300, "seqlen_k": 400}
+    return [
+        make_case(
+            f"between-{n}-d{case['head_dim']}",
+            **{"dtype": _DTYPES[n % 2], **({} if "seqlens" in case else dense), **case},
+        )
+        for n, case in enumerate(fields)
+    ]
+
+
+def _few_row_cases() -> list[Case]:
+    """Fewer queries than the smallest tile of the Hopper backward kernel, whose other rows are none."""
+    fields: list[dict[str, Any]] = [
+        {"head_dim": 128, "seqlen_q": 56, "seqlen_k": 56, "causal": True},
+        {"head_dim": 96, "seqlen_q": 33, "seqlen_k": 300},
+        {"head_dim": 256, "seqlen_q": 40, "seqlen_k": 40, "causal": True, "dlse": True},
+        {"head_dim": 192, "head_dim_v": 128, "seqlen_q": 63, "seqlen_k": 400, "num_heads": 8, "num_heads_kv": 2},
+        {"head_dim": 128, "seqlen_q": 50, "seqlen_k": 304, "bias": "bhqk"},
+        {"head_dim": 64, "seqlen_q": 48, "seqlen_k": 272, "bias": "1hqk", "causal": True},
+        {"head_dim": 80, "seqlen_q": 45, "seqlen_k": 200, "dropout_p": 0.25, "mask": "b11k"},
+        {"head_dim": 128, "seqlen_q": 60, "seqlen_k": 900, "deterministic": True, "num_heads": 8, "num_heads_kv": 2},
+        {"head_dim": 64, "seqlens": ((40, 300), (3, 77), (0, 5), (56, 56)), "causal": True},
+    ]
+    return [
+        make_case(f"few-rows-{n}-d{case['head_dim']}", **{"dtype": _DTYPES[n % 2], **case})
         for n, case in enumerate(fields)
     ]
 

@@ -13,14 +13,24 @@ from ..base.errors import UnsupportedError
 from ..front.problem import AttentionProblem, OperandLayout, dense_layout
 from ..jit.config import BackwardConfig, Features, HopperBackwardConfig
 from .common import ceil_div, choose_captured, features_of, is_aligned, packed_slots
-from .hopper_backward_config import BLOCK_N, Tile, bias_as_tiles, can_have_bits, config_of, hides_keys, is_plain
+from .hopper_backward_config import (
+    BLOCK_N,
+    Tile,
+    bias_as_tiles,
+    can_have_bits,
+    config_of,
+    hides_keys,
+    is_plain,
+    uses_keep_words,
+)
 from .hopper_backward_schedule import fewer_of_fused, head_group, query_step, tile_list_of
-from .hopper_backward_tile import can_share, choose_tile, key_tiles, registers_of
+from .hopper_backward_tile import can_share, choose_tile, is_packed_plainly, key_tiles, registers_of
 from .hopper_backward_wide import is_wide, reasons_against_wide
 from .hopper_common import DTYPES_16BIT, reasons_against_size, reasons_against_target, score_operands
 from .hopper_dbias import choose_dbias, dbias_layout
 from .hopper_dbias import serves as serves_dbias
 from .portable_backward import choose_backward as portable_plan
+from .portable_backward import kernel_of as portable_kernel_of
 from .portable_backward import splits_of
 from .portable_dq import choose_dbias as portable_dbias
 from .sink import choose_sink
@@ -28,12 +38,18 @@ from .spec import HOPPER_BACKWARD, BackwardPlanSpec, Launch, Workspace
 from .tensor_map import TensorMap, reasons_against, score_map, tensor_map
 from .tile_words import BackwardWords, backward_words
 
-MIN_HEAD_DIM: Final = 40
-"""Smaller ones leave half of a 64-column slab empty; the portable family has exact tiles for them."""
-MIN_HEAD_DIM_BIAS: Final = 32
-"""Where the copy engine moves the bias, this family takes 0.5 to 0.65 of the portable one's time from here on."""
+MIN_HEAD_DIM: Final = 16
+"""At 8 the portable family's exact tile takes 0.94 of the time. At 16, 24 and 32 this one takes 0.63 to 0.93 of that
+one's: 11 x 3079 x 20, D 32, 3.11 and 1.95 ms; 8 x 1024 x 8, D 16, 84 and 77 us; packed sequences, dropout and the
+deterministic pass 0.54 to 0.9 (H200, 2026-11-29)."""
+NARROW: Final = 32
+"""Up to this head dim the portable family's exact tiles stay where threads do more than products: a mask of every score
+takes 0.90 of the time at 16 and 1.00 at 32 (4 x 1024 x 8); functions were not measured."""
+LEAST_QUERY_ROWS: Final = 33
+"""The portable family has tiles of 32 rows for fewer. 56 rows and keys, 16 heads of 128: 24.9 and 13.1 us (H200)."""
 MAX_HEAD_DIM: Final = 256
 """Beyond it dk and dv of 64 keys do not fit in a thread block's registers."""
+NOT_IN_REGISTERS: Final = {"own_code": False, "keys_in_registers": False, "values_in_registers": False}
 PREPARE_ROWS: Final = 16
 """Query rows of a thread block of ``backward_hopper_prepare``."""
 
@@ -43,16 +59,17 @@ def reasons_for_portable(problem: AttentionProblem, *, arch: str, num_sms: int, 
     found = reasons_against_target(problem, arch, "backward_hopper")
     if problem.dtype not in DTYPES_16BIT:
         return found
-    least = MIN_HEAD_DIM_BIAS if bias_as_tiles(problem) else MIN_HEAD_DIM
     for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        if not least <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
-            found.append(f"{name} is {head_dim}; accepted are multiples of 8 from {least} to {MAX_HEAD_DIM}")
+        if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
+            found.append(f"{name} is {head_dim}; accepted are multiples of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}")
     found += reasons_against_wide(problem) if is_wide(problem) else reasons_against_spills(problem)
+    if max(problem.head_dim, problem.head_dim_v) <= NARROW and reads_by_score(problem):
+        found.append(f"a function, or a bias or mask that threads read for themselves, up to head dim {NARROW}")
     if problem.modifier is not None and is_wide(problem):
         found.append("score_mod or mask_mod beyond head dim 128, which the kernel of two thread blocks does not read")
     if problem.varlen and problem.bias is not None:
         found.append("bias with cu_seqlens")
-    found += reasons_against_size(problem)
+    found += reasons_against_size(problem, LEAST_QUERY_ROWS)
     for name, operand in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("dout", dout_layout(problem))):
         found += reasons_against(name, operand, 2)
     if not is_aligned(problem):
@@ -60,6 +77,15 @@ def reasons_for_portable(problem: AttentionProblem, *, arch: str, num_sms: int, 
     if not found and config_of(problem, choose_tile(problem, num_sms)).smem_bytes > smem_limit:
         found.append(f"a thread block may use {smem_limit} bytes of shared memory")
     return found
+
+
+def reads_by_score(problem: AttentionProblem) -> bool:
+    """Whether every thread finds for itself what a score needs beside its products."""
+    if problem.modifier is not None:
+        return True
+    return score_operands(problem) > 0 and not (
+        uses_keep_words(problem) or bias_as_tiles(problem) or hides_keys(problem)
+    )
 
 
 def reasons_against_spills(problem: AttentionProblem) -> list[str]:
@@ -96,7 +122,8 @@ def slower(problem: AttentionProblem, spec: BackwardPlanSpec, *, num_sms: int, s
     except UnsupportedError:
         return []  # there is no other plan to be slower than
     splits = splits_of(portable)
-    if splits <= 2:
+    # Query heads of a group may be what both split, and then this family is 1.5 to 2.2 times as fast.
+    if splits <= 2 or portable_kernel_of(portable).grid <= 2 * main.grid:
         return []
     return [f"{tiles} key tiles leave most of {num_sms} multiprocessors idle; queries split in {splits} fill more"]
 
@@ -334,10 +361,10 @@ def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit
         tiles[replace(tile, block_m=fused_size, fused=not tile.fused)] = None
         if max(problem.head_dim, problem.head_dim_v) > 64:
             tiles[replace(tile, block_m=80, fused=False)] = None
-        if tile.values_in_registers and max(problem.head_dim, problem.head_dim_v) > 64:
-            tiles[replace(tile, own_code=True, keys_in_registers=True)] = None
-    elif problem.varlen and not (score_operands(problem) or problem.softcap or problem.deterministic or tile.wide):
-        tiles[replace(tile, **registers_of(problem))] = None
+        if tile.keys_in_registers:
+            tiles[replace(tile, own_code=tile.own_code and problem.head_dim <= 80, keys_in_registers=False)] = None
+    elif is_packed_plainly(problem):
+        tiles[replace(tile, **(registers_of(problem) if not tile.values_in_registers else NOT_IN_REGISTERS))] = None
     if can_have_bits(problem):
         tiles[replace(tile, tile_bits=not tile.tile_bits)] = None
     if tile.splits > 1:

@@ -26,7 +26,7 @@ from .hopper_backward_config import (
 )
 from .hopper_backward_schedule import L2_BYTES, head_bytes, is_causal
 from .hopper_backward_wide import is_wide
-from .hopper_common import product_width, score_operands
+from .hopper_common import mean_rows, product_width, score_operands
 from .tile_words import bits_pay
 
 TURNS_OF_TILE: Final = 2
@@ -55,6 +55,13 @@ which 138 MB are in flight: in 2 or 4 blocks 0.81 of the time on an H100, 1.02 o
 (40 on 8) are not worth it; 104 (48 on 1 in 8 blocks, 1 x 6144, 96 on 8 in 2) in twice as many 0.89 and 0.96 (H100)."""
 MIN_TURNS_OF_SPLIT: Final = 48
 """Query tiles of a mean key tile below which adding up dk and dv costs more than that."""
+FEW_TURNS: Final = 12
+"""Query tiles of a mean key tile below which splits are chosen by `by_turns`."""
+TURNS_OF_WIDE_PART: Final = 4
+TURNS_OF_LAUNCHES: Final = 3
+"""Clearing the sums of dk and dv, and the launch that converts them."""
+LATE_PART: Final = 0.4
+"""Of the longest tile, which is not the first that is handed out in every group of heads."""
 
 
 def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
@@ -79,6 +86,8 @@ def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
     block_m = most_queries(problem) if (plain or begins) and not problem.softcap else 64
     tile = Tile(block_m=block_m, splits=choose_splits(problem, num_sms), tile_bits=bits, begins_products=begins)
     if not is_plain(problem):
+        if is_packed_plainly(problem) and max(problem.head_dim, problem.head_dim_v) > 64:
+            return replace(tile, **registers_of(problem))
         parts = choose_parts(problem, block_m, num_sms)
         return replace(tile, parts=parts, splits=1) if parts > 1 else tile
     longest = FUSED_BAND if problem.band else 2048
@@ -97,16 +106,29 @@ def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
     return replace(tile, block_m=80) if transposed and splits == 1 else tile
 
 
+def is_packed_plainly(problem: AttentionProblem) -> bool:
+    """Whether nothing but lengths and positions decides the scores of packed sequences."""
+    other = score_operands(problem) or problem.softcap or problem.modifier is not None
+    return problem.varlen and not (other or problem.seqused_k or problem.deterministic or is_wide(problem))
+
+
 def most_queries(problem: AttentionProblem) -> int:
     """Queries of the largest tile of plain scores that may be ``fused``."""
     return 128 if max(problem.head_dim, problem.head_dim_v) <= 64 else 64
 
 
 def registers_of(problem: AttentionProblem) -> dict[str, bool]:
-    """What of a tile of plain scores stays in registers, and whether consumers have code of their own."""
+    """What of a tile of plain scores stays in registers, and whether consumers have code of their own.
+
+    K beside V from 65 columns on, with a dQ of no more columns than there are: 1 to 6 % less time at head dims 72 to 96
+    (4 x 4096 x 16, D 96 2.05 and 1.97 ms, D 80 1.83 and 1.74), packed ones 1 to 7 % (H200, 2026-11-29).
+    """
     widths = [product_width(x) for x in (problem.head_dim, problem.head_dim_v)]
     # A scale that is not positive is one operand more: 8 bytes would spill at head dim 64.
-    return {"own_code": widths[0] == 80, "values_in_registers": max(widths) <= 96 and problem.softmax_scale > 0}
+    values = max(widths) <= 96 and problem.softmax_scale > 0
+    # Of packed sequences with a band 12 bytes would spill at head dim 96.
+    keys = values and widths[0] > 64 and not (problem.varlen and problem.band and min(widths) == 96)
+    return {"own_code": widths[0] == 80 or keys, "values_in_registers": values, "keys_in_registers": keys}
 
 
 def key_tiles(problem: AttentionProblem) -> int:
@@ -123,22 +145,74 @@ def choose_splits(problem: AttentionProblem, num_sms: int) -> int:
     Causal tiles have unequal work: four a multiprocessor, of packed sequences, whose longest are not known, eight.
     Time with as few over time with twice as many, 32 heads on 8: 0.93 (16 x 1024), 0.93 (2 x 8192), 0.83 (packed 16 x
     1024). Where tiles drift over the heads of a group (`keep_in_l2`) 4 and 8 instead of 1 and 2 take 0.90 and 0.89
-    of the time; docs/experiments.md, "Hopper backward: who has which key tile, when".
+    of the time; docs/experiments.md, "Hopper backward: who has which key tile, when". Few turns: `by_turns`.
     """
     if problem.deterministic or not problem.num_heads_kv:
         return 1
     if is_wide(problem):
         # Of other scores clusters do not share the query heads of a tile.
-        return keep_in_l2(problem, 1, num_sms) if has_plain_scores(problem) else 1
+        if not has_plain_scores(problem):
+            return 1
+        splits = keep_in_l2(problem, 1, num_sms)
+        few = 2 * splits * key_tiles(problem) < MIN_WAVES_CAUSAL * num_sms
+        return by_turns(problem, num_sms // 2) if few else splits
     if bias_as_tiles(problem) and stores_dbias(problem):
         return 1  # the loading warp, which writes its zeros, has no register for both
     group = problem.num_heads // problem.num_heads_kv
-    for splits in range(1, group):
-        waves = splits * key_tiles(problem) / num_sms
+    splits = group
+    for fewer in range(1, group):
+        waves = fewer * key_tiles(problem) / num_sms
         enough = MIN_WAVES_PACKED if problem.varlen else MIN_WAVES_CAUSAL
-        if group % splits == 0 and (waves >= enough or (not problem.band and waves >= 0.95 * math.ceil(waves))):
-            return keep_in_l2(problem, splits, num_sms)
-    return group
+        if group % fewer == 0 and (waves >= enough or (not problem.band and waves >= 0.95 * math.ceil(waves))):
+            splits = keep_in_l2(problem, fewer, num_sms)
+            break
+    few = splits > 1 and group // splits * turns_of_head(problem)[0] < FEW_TURNS
+    return by_turns(problem, num_sms) if few else splits
+
+
+def turns_of_head(problem: AttentionProblem) -> tuple[float, int]:
+    """Query tiles of one head that see a key tile: on average, and the most of any sequence."""
+    block_m = 64 if is_wide(problem) else most_queries(problem)
+    rows, keys = mean_rows(problem), problem.seqlen_k
+    if problem.varlen:
+        keys = min(keys, max(ceil_div(problem.k.shape[1], max(problem.batch, 1)), 1))
+    mean, most = float(ceil_div(rows, block_m)), ceil_div(problem.seqlen_q, block_m)
+    if problem.window_left is not None:
+        window = (
+            problem.window_left + BLOCK_N + (problem.seqlen_q if problem.window_right is None else problem.window_right)
+        )
+        mean, most = min(mean, window / block_m + 1), min(most, ceil_div(window, block_m) + 1)
+    elif problem.window_right is not None:  # a key tile less of the queries each
+        mean = max(mean - (ceil_div(keys, BLOCK_N) - 1) / 2 * BLOCK_N / block_m, 1.0)
+    return mean, most
+
+
+def by_turns(problem: AttentionProblem, workers: int) -> int:
+    """Thread blocks that share the query heads of a group where key tiles have few turns, by an estimate of the time.
+
+    In turns: what a tile takes beside them, all tiles on all ``workers``, and a part of the longest, which may begin
+    late. Adding dk and dv up takes as long as several query tiles: 2 x 261, 24 heads on 8, in 3 blocks each 61.6 us,
+    whole 50.4; packed 30 x 200, 12 on 2, in 6 blocks 170, whole 113. But a whole group of few wide tiles is one long
+    wave: 1 x 4096, 8 on 1, D 256, 1174 us, in 8 blocks 377 (H200, 2026-11-29).
+    """
+    group, tiles = problem.num_heads // problem.num_heads_kv, key_tiles(problem)
+    mean, most = turns_of_head(problem)
+    uneven = problem.varlen or is_causal(problem)
+    beside, launches = (TURNS_OF_WIDE_PART, 0) if is_wide(problem) else (TURNS_OF_PART, TURNS_OF_LAUNCHES)
+
+    def time(splits: int) -> float:
+        heads = group // splits
+        own = TURNS_OF_TILE if splits == 1 else beside
+        if uneven:
+            all_tiles = tiles * splits * (heads * mean + own) / workers
+            found = max(heads * most + own, all_tiles + LATE_PART * heads * most)
+        else:
+            found = ceil_div(tiles * splits, workers) * (heads * mean + own)
+        return found + (launches if splits > 1 else 0)
+
+    divisors = [x for x in range(1, group + 1) if group % x == 0]
+    least = min(map(time, divisors))
+    return max(x for x in divisors if time(x) <= 1.03 * least)
 
 
 def keep_in_l2(problem: AttentionProblem, splits: int, num_sms: int) -> int:

@@ -86,11 +86,11 @@ def reasons_against_target(problem: AttentionProblem, arch: str, family: str) ->
     return found + unread_by(family, problem.further_inputs)
 
 
-def reasons_against_size(problem: AttentionProblem) -> list[str]:
-    """Why no kernel of the family serves so few rows."""
+def reasons_against_size(problem: AttentionProblem, least: int = MIN_QUERY_ROWS) -> list[str]:
+    """Why no kernel of the family serves so few rows, fewer than ``least``."""
     found = []
-    if problem.seqlen_q < MIN_QUERY_ROWS:
-        found.append(f"seqlen_q is {problem.seqlen_q}; fewer than {MIN_QUERY_ROWS} rows do not fill a tile")
+    if problem.seqlen_q < least:
+        found.append(f"seqlen_q is {problem.seqlen_q}; fewer than {least} rows do not fill a tile")
     # Packed tensors may have no tokens under any bounds of the lengths, and a tensor map no empty dim.
     tokens = problem.q.shape[1], problem.k.shape[1]
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads, *tokens):

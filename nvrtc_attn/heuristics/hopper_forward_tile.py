@@ -84,8 +84,11 @@ def tile_without_bits(problem: AttentionProblem, num_sms: int) -> Tile:
             large = has_bias_alone(problem) and _gain_of_rows(problem, num_sms) <= 1.13
             return direct_tile(problem, 192 if large else 128)
         if operands:
-            # Wider key tiles make more decisions beside each product: 128 columns take 8 % less time than 96.
-            return Tile(block_m=128, block_n=112 if lengths else 128, num_stages_q=2, lazy_max=True)
+            # Wider key tiles make more decisions beside each product: 128 columns take 8 % less time than 96. With 17
+            # to 32 columns of output, of all widths, ptxas spills 32 bytes at 128 keys.
+            spills = ceil_div(problem.head_dim_v, 16) == 2 or 16 < max(problem.head_dim, problem.head_dim_v) <= 32
+            columns = 112 if lengths or spills else 128
+            return Tile(block_m=128, block_n=columns, num_stages_q=2, lazy_max=True)
         # Three consumers of 64 rows read each key tile once: 573 at 4096, against 464 with two. Lengths on the device
         # take registers, and so do scores that are more than products. With few keys (cross-attention to 77 tokens) a
         # tile is no wider than they are, which saves a sixth of the time.
@@ -278,36 +281,53 @@ def _narrow_tile(problem: AttentionProblem, num_sms: int) -> Tile | None:
 
 
 def _tile_between(problem: AttentionProblem, num_sms: int) -> Tile | None:
-    """Head dims 65 to 96: mostly three consumers, and key tiles of 64 to 96 columns; ``None`` for the tile of 128.
+    """Head dims 65 to 120, and 128 with up to 1024 keys: mostly three consumers, and key tiles of 64 to 96 columns.
 
-    192 rows take 0.79 of the time of as many rows at head dim 72, whose rows begin amid a sector, and 0.91 to 0.93 at
-    80 and 96, unless they stay empty or need more waves. More slots for narrower key tiles gain 3 to 7 % from 700 keys
-    on, 10 to 45 % with 200 to 500. Figures: docs/experiments.md, "Slots of K and V".
+    192 rows take 0.79 of the time of as many rows at head dims 72 and 104, whose rows begin amid a sector, and 0.86 to
+    0.93 at 80 to 120, unless they stay empty or need more waves. More slots for narrower key tiles gain 3 to 7 % from
+    700 keys on, 10 to 45 % with 200 to 500. ``None`` for the tile of 128. Figures: docs/experiments.md, "Slots of K and
+    V".
     """
-    if max(problem.head_dim, problem.head_dim_v) > 96 or problem.seqused_k or score_operands(problem):
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if problem.seqused_k or score_operands(problem) or (widest > 120 and (problem.varlen or problem.seqlen_k > 1024)):
         return None
     if problem.softmax_scale <= 0 or problem.further_inputs or problem.modifier is not None:
         return None
-    if problem.band or problem.softcap > 0:
-        return _band_between(problem, num_sms)
-    wide = max(problem.head_dim, problem.head_dim_v) > 88 and problem.seqlen_k >= 2048
-    if _gain_of_rows(problem, num_sms) > (1.25 if problem.head_dim % 16 else 1.08 if wide else 1.13):
+    # Tiles of 64 rows with a multiprocessor each, which are made of this one, were not measured with more slots.
+    alone = not problem.varlen and problem.batch * problem.num_heads * ceil_div(problem.seqlen_q, 64) <= num_sms
+    if widest > 96 and alone:
         return None
-    if wide:
+    if problem.band or problem.softcap > 0:
+        return _band_between(problem, num_sms) if widest <= 120 else None
+    wide = 88 < widest <= 96 and problem.seqlen_k >= 2048
+    rows = 192
+    if _gain_of_rows(problem, num_sms) > (1.25 if problem.head_dim % 16 else 1.08 if wide else 1.13):
+        if problem.seqlen_k >= 2048 or alone:
+            return None
+        rows = 128
+    elif wide:
         return Tile(block_m=192, block_n=96, num_stages_q=2, lazy_max=True)
-    columns = 80 if problem.varlen else least_work(problem, (80, 64), 4)
-    return _with_slots(problem, 192, columns, 4 if columns == 64 else 3)
+    columns = 80 if problem.varlen or (widest > 96 and problem.seqlen_k > 1024) else least_work(problem, (80, 64), 4)
+    return _with_slots(problem, rows, columns, 4 if columns == 64 else 3)
 
 
 def _band_between(problem: AttentionProblem, num_sms: int) -> Tile | None:
-    """Causal, windows and softcap at head dims 65 to 96, with 64 columns.
+    """Causal, windows and softcap at head dims 65 to 120, with 64 columns.
 
-    Over 128 x 128: head dim 72 1.13 to 1.4 with 192 rows; 80 and 96 from 1025 rows on 1.03 to 1.13, with softcap 1.03.
-    Up to 512 rows 128 of them: 1.05 to 1.08. Between, a half tile is as fast.
+    Over 128 x 128: head dim 72 1.13 to 1.4 with 192 rows; 80 and 96 from 1025 rows on 1.03 to 1.13, with softcap 1.03;
+    112 and 120 from 1024 on 1.03 and 1.17, packed 1.14. Up to 512 rows 128 of them: 1.05 to 1.08, beyond head dim 96
+    `_narrow_tile`. Between, a half tile is as fast.
     """
-    rows = mean_rows(problem)
-    if _gain_of_rows(problem, num_sms) <= (1.3 if problem.head_dim % 16 else 1.1 if rows > 1024 else 0.0):
+    rows, widest = mean_rows(problem), max(problem.head_dim, problem.head_dim_v)
+    if widest > 96 and rows <= 512 and not problem.varlen:
+        return None
+    long, most = rows > 1024, 1.1
+    if widest > 96:
+        long, most = problem.varlen or rows > 512, 1.13
+    if _gain_of_rows(problem, num_sms) <= (1.3 if problem.head_dim % 16 else most if long else 0.0):
         return _with_slots(problem, 192, 64, 4)
+    if widest > 96:
+        return None
     return _with_slots(problem, 128, 64, 4) if problem.varlen or rows <= 512 else None
 
 

@@ -19,8 +19,9 @@ SPLIT_BYTES: Final = 30 << 20
 """What splitting costs, in bytes that could have been read: 7 us of an H200, most of it the second kernel."""
 DEEPER_ROWS: Final = 32
 """Up to this many rows a tile may have a third stage. Where blocks are many it takes the place of splits: 64 x 4096
-keys, 32 heads on 8, D 128, 256 us without splits, 264 with two, 282 with two stages and two splits; two queries of 2048
-keys 139 and 149. One block each of 32 rows, 8 queries of 8192 keys: 24.0 against 26.2 (H200, 2026-11-22)."""
+keys, 32 heads on 8, D 128, 256 us without splits, 264 with two, 282 with two stages and two splits. At D 64 where they
+are one or two to a multiprocessor: 8 x 2432, 32 heads, 51.9 us, with two stages 56.6; but 32 x 1500, 20 heads, 78.8 and
+71.8. One block each of 32 rows, 8 queries of 8192 keys: 24.0 against 26.2 (H200, 2026-11-22 and 29)."""
 DEEPEST_BYTES: Final = 80 << 10
 """Of K and V on the way to a block that is alone on its multiprocessor and has all keys."""
 CHAIN_BYTES: Final = 900 << 10
@@ -42,6 +43,10 @@ WIDE_BYTES: Final = 96 << 10
 heads on 8, D 64: 20.8, 19.1 and 19.4 us with 64, 96 and 160 KB (H200, 2026-11-23)."""
 ALONE: Final = 72
 """So many of those blocks read as fast as the memory allows; one reads 52 GB/s. 64 of them reach 3.5 TB/s."""
+ALONE_BETWEEN: Final = 90
+"""The same of blocks that have all keys at head dims 65 to 127, whose rows are no whole lines of memory. 2 x 4096 keys,
+32 heads: D 72 42.4 us, in pairs 36.3; D 80 38.7 and 34.6; D 96 41.5 and 38.4; 4 x 2048, 16 heads, D 112 29.4 and 28.4
+(H200, 2026-11-29)."""
 WAVE: Final = 1.1
 """What more of them read, a block on each multiprocessor and none behind it, in the bytes of many waves. 8 x 2048 keys,
 64 heads on 8: 64 blocks of all keys 29.2 us, 128 in pairs 29.5; at D 64 19.1 and 19.6 (H200, 2026-11-23)."""
@@ -113,15 +118,13 @@ def stream_keys(
     # would not.
     one_each = num_sms // max(blocks, 1)
     deeper = replace(config, num_stages=config.num_stages + 1)
-    deepens = (
-        config.block_m <= DEEPER_ROWS
-        and 32 << 10 <= tile_bytes * (config.num_stages - 1) < 64 << 10
-        and smem_bytes(deeper) <= smem_limit
-    )
+    ahead = tile_bytes * (config.num_stages - 1)
+    may_deepen = config.block_m <= DEEPER_ROWS and ahead < 64 << 10 and smem_bytes(deeper) <= smem_limit
+    deepens = may_deepen and ahead >= 32 << 10
     # 81, 133 and 227 registers at D 64, 128 and 256.
     registers = min(255, 40 + 3 * config.head_dim_v // 4)
     considered = [config]
-    if deepens and blocks > num_sms:
+    if may_deepen and blocks > num_sms and ahead >= 16 << 10:
         considered.append(deeper)
     best, best_cost = (config, 1), 0.0
     if deepens and 0 < one_each <= most and 10 * blocks * one_each >= 9 * num_sms and not ragged:
@@ -161,12 +164,14 @@ def stream_keys(
     stages = 1 + ceil_div(WIDE_BYTES, tile_bytes)
     config = replace(config, block_n=WIDE_BLOCK_N, num_warps=warps, warps_n=4, num_stages=stages)
     num_key_tiles = ceil_div(num_key_tiles, 2)
+    between = 64 < max(config.head_dim, config.head_dim_v) < 128
     for count in (1, *(x for x in CLUSTERS if clusters and x <= min(num_key_tiles, PORTABLE_CLUSTER))):
         staged = replace(config, split=True, cluster=count) if count > 1 else config
         room = num_sms if count <= 2 else CLUSTER_ROOM * num_sms
         if blocks * count > room or smem_bytes(staged) > smem_limit:
             continue
-        busy = max(WAVE * blocks * count, ALONE / MEASURED_SMS * num_sms)
+        alone = ALONE_BETWEEN if between and count == 1 else ALONE
+        busy = max(WAVE * blocks * count, alone / MEASURED_SMS * num_sms)
         cost = (ceil_div(num_key_tiles, count) + 0.25) * tile_bytes * busy + (CLUSTER_BYTES if count > 1 else 0)
         if cost < 0.97 * best_cost:
             best, best_cost = (staged, count), cost

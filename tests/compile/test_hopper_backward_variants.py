@@ -61,8 +61,19 @@ ODD_ROWS = OperandLayout(shape=(2, 4, 512, 128), strides=(4 * 512 * 129, 512 * 1
 CAUSAL = {"window_right": 0}
 SEQLENS_4096 = {"seqlen_q": 4096, "seqlen_k": 4096}
 VARIANTS: dict[str, AttentionProblem] = {
-    **{f"d{d}": problem(d) for d in (40, 64, 80, 96, 128)},
-    **{f"d{d}_causal": problem(d, **CAUSAL) for d in (40, 64, 80, 96, 128)},
+    **{f"d{d}": problem(d) for d in (16, 24, 40, 64, 72, 80, 96, 128)},
+    **{f"d{d}_causal": problem(d, **CAUSAL) for d in (16, 32, 40, 64, 80, 96, 128)},
+    **{f"d{d}_varlen_plain": problem(d, varlen=True) for d in (24, 72, 80, 96)},
+    **{f"d{d}_varlen_causal": problem(d, varlen=True, **CAUSAL) for d in (32, 72, 80, 96)},
+    "d16_dbias_causal": problem(16, bias=SCORES, dbias=True, **CAUSAL),
+    "d32_dropout_causal": problem(32, dropout_p=0.1, **CAUSAL),
+    "d24_dropout_varlen_seqused_k": problem(24, dropout_p=0.1, varlen=True, seqused_k=True, **CAUSAL),
+    "d16_softcap": problem(16, softcap=30.0),
+    "d32_deterministic_varlen": problem(32, deterministic=True, varlen=True, **CAUSAL),
+    "d24_key_mask": problem(24, mask=dataclasses.replace(MASK, shape=(2, 1, 1, 512), strides=(512, 0, 0, 1))),
+    "d96_8192_causal": problem(96, seqlen_q=8192, **CAUSAL),
+    "d80_72": wide(80, 72, **CAUSAL),
+    "d72_96": wide(72, 96, window_left=100, window_right=20),
     **{f"d{d}_float16_causal": problem(d, "float16", **CAUSAL) for d in (64, 128)},
     "d64_float16": problem(64, "float16"),
     "d64_window": problem(64, window_left=100, window_right=20),
@@ -677,8 +688,12 @@ def test_what_is_left_to_the_portable_family() -> None:
         reasons = hopper_backward.choose_backward(asked, **TARGET)
         assert isinstance(reasons, list)
         assert any("dropout and more than" in reason for reason in reasons)
-    for head_dim in (32, 264):
+    for head_dim in (8, 264):
         assert isinstance(hopper_backward.choose_backward(problem(head_dim), **TARGET), list)
+    for asked in (problem(32, mask=MASK), problem(16, bias=SCORES, softcap=5.0), problem(24, bias=FLOAT32_SCORES)):
+        reasons = hopper_backward.choose_backward(asked, **TARGET)
+        assert isinstance(reasons, list)
+        assert any("that threads read for themselves" in reason for reason in reasons)
 
 
 def test_backend_chooses_the_family() -> None:

