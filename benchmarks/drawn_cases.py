@@ -62,10 +62,10 @@ def _kind(kind: str, rng: np.random.Generator) -> Iterable[Case]:
         yield replace(case, **_SHAPES[kind](case, rng))
 
 
-def _length(rng: np.random.Generator, least: int, most: int, step: int = 1) -> int:
-    """Evenly over the logarithm; half of them multiples of 128."""
+def _length(rng: np.random.Generator, least: int, most: int) -> int:
+    """Evenly over the logarithm; half of them multiples of 128, where they are long."""
     n = int(np.exp(rng.uniform(np.log(least), np.log(most))))
-    step = max(step, 128 if most > 512 and rng.random() < 0.5 else 1)
+    step = 128 if most > 512 and rng.random() < 0.5 else 1
     return max(least, round(n / step) * step)
 
 

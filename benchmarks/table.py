@@ -112,7 +112,15 @@ def host(text: str) -> str:
     return on + "\n\n" + markdown(re.split(r" {2,}", head.strip()), rows)
 
 
-TABLES = {"grid": grid, "models": models, "drawn": models, "features": features, "sizes": sizes, "few": sizes, "start": start}
+TABLES = {
+    "grid": grid,
+    "models": models,
+    "drawn": models,
+    "features": features,
+    "sizes": sizes,
+    "few": sizes,
+    "start": start,
+}
 
 
 class Section(NamedTuple):
@@ -144,10 +152,10 @@ SECTIONS = (
     Section(
         "drawn_auto",
         "Shapes that nobody chose",
-        "Columns as in the table before, of problems of the same kinds that a seed draws (`benchmarks/drawn_cases.py`): "
-        "what a choice by the kind of a problem is worth on the next shape of that kind. Measured first at commit "
-        "a69afed, these cases were ahead in 53 of 58 forward and 29 of 51 backward, with means of 1.158 and 1.046; "
-        "what was found is in [experiments](experiments.md#problems-that-nobody-chose).",
+        "Columns as in the table before, of problems of the same kinds that are drawn at random "
+        "(`benchmarks/drawn_cases.py`): what a choice by the kind of a problem is worth on the next shape of it. "
+        "Measured first at commit a69afed, these cases were ahead in 53 of 58 forward and 29 of 51 backward, with "
+        "means of 1.158 and 1.046; what was found is in [experiments](experiments.md#problems-that-nobody-chose).",
         "![Time of each peer over ours, a line a case](../benchmarks/results/drawn_auto.png)",
     ),
     Section(

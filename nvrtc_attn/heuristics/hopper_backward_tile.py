@@ -191,9 +191,9 @@ def by_turns(problem: AttentionProblem, workers: int) -> int:
     """Thread blocks that share the query heads of a group where key tiles have few turns, by an estimate of the time.
 
     In turns: what a tile takes beside them, all tiles on all ``workers``, and a part of the longest, which may begin
-    late. Adding dk and dv up takes as long as several query tiles: 2 x 261, 24 heads on 8, in 3 blocks each 61.6 us,
-    whole 50.4; packed 30 x 200, 12 on 2, in 6 blocks 170, whole 113. But a whole group of few wide tiles is one long
-    wave: 1 x 4096, 8 on 1, D 256, 1174 us, in 8 blocks 377 (H200, 2026-11-29).
+    late; of those within 3 % the most. Adding dk and dv up takes as long as several query tiles: 2 x 261, 24 heads on
+    8, in 3 blocks each 61.6 us, whole 50.4; packed 30 x 200, 12 on 2, in 6 blocks 170, whole 113. But a whole group of
+    few wide tiles is one long wave: 1 x 4096, 8 on 1, D 256, 1174 us, in 8 blocks 377 (H200, 2026-11-29).
     """
     group, tiles = problem.num_heads // problem.num_heads_kv, key_tiles(problem)
     mean, most = turns_of_head(problem)

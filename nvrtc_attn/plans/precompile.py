@@ -227,11 +227,12 @@ def configs(requests: Sequence[Request], *, candidates: bool = False) -> list[Ke
 
 
 def lengths_before(seqlen_k: int) -> Iterator[int]:
-    """Fewer keys, one length for each choice among forward kernels: those of 1 to 4 tiles of 16, and of tiles of 64.
+    """Fewer keys, one length for each choice among forward kernels: of tiles of 16 up to 4096, and of tiles of 64.
 
-    Tables change at whole tiles, or at a power of two. Beyond 8192 keys, where kernels take turns, 1 % lies between.
+    Tables change at whole tiles, whose widths are multiples of 16 and fit the keys where these are few, or at a power
+    of two. Beyond 8192 keys, where kernels take turns, 1 % lies between.
     """
-    yield from (x for x in (16, 32, 48) if x < seqlen_k)
+    yield from range(16, min(seqlen_k, 4096), 16)
     tiles = 1
     while 64 * tiles <= seqlen_k:
         yield from (x for x in (64 * tiles - 1, 64 * tiles) if x < seqlen_k)

@@ -257,14 +257,16 @@ def test_key_tiles_of_one_head_read_the_same_rows() -> None:
 
 
 def test_what_stays_in_registers() -> None:
-    def chosen(head_dim: int, **more: Any) -> tuple[bool, bool]:
-        tile = hopper_backward_tile.choose_tile(problem(4, 2048, 2048, 16, 16, True, head_dim, **more), NUM_SMS)
-        return tile.own_code, tile.values_in_registers
+    def chosen(head_dim: int, causal: bool = True, **more: Any) -> tuple[bool, bool, bool]:
+        tile = hopper_backward_tile.choose_tile(problem(4, 2048, 2048, 16, 16, causal, head_dim, **more), NUM_SMS)
+        return tile.own_code, tile.keys_in_registers, tile.values_in_registers
 
-    assert [chosen(d) for d in (64, 72, 80, 96, 104, 128, 192)] == [
-        (False, True), (True, True), (True, True), (False, True), (False, False), (False, False), (False, False),
-    ]  # fmt: skip
-    assert chosen(80, softcap=30.0) == chosen(64, deterministic=True) == (False, False)
+    both, values, neither = (True, True, True), (False, False, True), (False, False, False)
+    assert [chosen(d) for d in (64, 72, 80, 96, 104, 128, 192)] == [values, both, both, both, *[neither] * 3]
+    assert chosen(80, softcap=30.0) == chosen(64, deterministic=True) == neither
+    # Packed sequences: with a band K would spill at head dim 96.
+    assert [chosen(d, varlen=True) for d in (64, 72, 80, 96)] == [neither, both, both, values]
+    assert chosen(96, causal=False, varlen=True) == both
 
 
 def test_queries_of_a_tile_of_split_heads() -> None:

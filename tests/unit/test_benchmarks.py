@@ -83,6 +83,24 @@ def test_cases_of_models_are_well_formed(benchmarks: Path) -> None:
     assert {case.kind for case in in_turns(CASES)[: len(KINDS)]} == set(KINDS)
 
 
+def test_cases_that_a_seed_draws(benchmarks: Path) -> None:
+    """The same for everybody, of every kind, and no more work than a run has time for."""
+    from drawn_cases import drawn
+    from model_cases import KINDS
+
+    found = drawn(1)
+    assert found == drawn(1)
+    assert [case.shape for case in found] != [case.shape for case in drawn(2)]
+    for case in (*found, *drawn(2), *(case.tiny() for case in found)):
+        assert case.h % case.heads_kv == 0, case.name
+        assert (case.q > 0) != bool(case.packed), case.name
+        assert len(case.lengths) == (case.b if case.padding else 0), case.name
+        assert all(0 < n <= case.seqlen_k for n in case.lengths), case.name
+        assert 0 < case.flops() < 3e13, case.name
+    assert {case.kind for case in found[: len(KINDS)]} == set(KINDS)
+    assert len({case.name for case in found}) == len(found) == 8 * len(KINDS)
+
+
 def test_cases_of_models_have_what_the_kinds_are_about(benchmarks: Path) -> None:
     from model_cases import CASES
 
@@ -150,6 +168,12 @@ def test_models_are_compared_with_the_definition(
     monkeypatch.setattr("sys.argv", [*arguments, "--resume"])
     models.main()
     assert json.loads((tmp_path / "found.json").read_text())["rows"] == rows, "what is there is not measured again"
+    drawn = ["models.py", "--dry-run", "--drawn", "3", "--only", "tiny 0|window 1", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", [*drawn, "--name", "drawn"])
+    models.main()
+    rows = json.loads((tmp_path / "drawn.json").read_text())["rows"]
+    assert {row["kind"] for row in rows} == {"tiny", "window"}
+    assert all(row["math.distance"] < 0.02 for row in rows)
 
 
 def test_ring_flash_attn_is_a_rival_where_it_is_installed(
