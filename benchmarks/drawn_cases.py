@@ -6,16 +6,17 @@ is worth on the next shape of that kind.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from model_cases import KINDS, Case, in_turns
 
 PER_KIND = 8
+Shape = Callable[[Case, np.random.Generator], Case]
+"""What is drawn of a kind for a case that has its heads."""
 
-# Models' query heads, key heads (0: the same number) and head dim.
+# Query heads, key heads (0: the same number) and head dim of models; of the tables below heads and head dim.
 LANGUAGE = {
     "Llama 3.2 3B": (24, 8, 128), "Qwen2.5 14B": (40, 8, 128), "Phi-4": (40, 10, 128), "Yi 6B": (32, 4, 128),
     "StarCoder2 7B": (36, 4, 128), "Qwen2.5 1.5B": (12, 2, 128), "Qwen2.5 0.5B": (14, 2, 64), "SmolLM 135M": (9, 3, 64),
@@ -56,10 +57,8 @@ def _kind(kind: str, rng: np.random.Generator) -> Iterable[Case]:
     }.get(kind, LANGUAGE)  # fmt: skip
     for n, which in enumerate(rng.permutation(len(models))[:PER_KIND]):
         name = list(models)[which]
-        heads = models[name]
-        h, hkv, d = (heads[0], heads[1], heads[2]) if len(heads) == 3 else (heads[0], 0, heads[1])
-        case = Case(name=f"{kind} {n}: {name}", kind=kind, h=h, hkv=hkv, d=d)
-        yield replace(case, **_SHAPES[kind](case, rng))
+        h, *hkv, d = models[name]
+        yield _SHAPES[kind](Case(name=f"{kind} {n}: {name}", kind=kind, h=h, hkv=sum(hkv), d=d), rng)
 
 
 def _length(rng: np.random.Generator, least: int, most: int) -> int:
@@ -69,79 +68,77 @@ def _length(rng: np.random.Generator, least: int, most: int) -> int:
     return max(least, round(n / step) * step)
 
 
-def _batch(rng: np.random.Generator, case: Case, tokens: int, work: float = 3e12) -> int:
-    """Sequences of ``tokens``, between 1 and as many as take ``work`` operations, evenly over the logarithm."""
-    most = max(1.0, work / (4.0 * tokens * tokens * case.h * case.d))
-    return max(1, int(np.exp(rng.uniform(0, np.log(min(most, 256))))))
+def _some(rng: np.random.Generator, most: float) -> int:
+    """Sequences, between 1 and ``most``, evenly over the logarithm."""
+    return max(1, int(np.exp(rng.uniform(0, np.log(most)))))
 
 
-def _language(case: Case, rng: np.random.Generator) -> dict[str, Any]:
-    s = _length(rng, 512, 16384)
-    return {"q": s, "b": _batch(rng, case, s), "causal": True}
+def _with_batch(case: Case, rng: np.random.Generator, work: float = 3e12) -> Case:
+    """``case`` with up to 256 sequences: no more than take ``work`` operations where keys are as many as queries."""
+    return replace(case, b=_some(rng, min(max(1.0, work / (4.0 * case.q * case.q * case.h * case.d)), 256)))
 
 
-def _window(case: Case, rng: np.random.Generator) -> dict[str, Any]:
+def _language(case: Case, rng: np.random.Generator) -> Case:
+    return _with_batch(replace(case, q=_length(rng, 512, 16384), causal=True), rng)
+
+
+def _window(case: Case, rng: np.random.Generator) -> Case:
     s = _length(rng, 2048, 16384)
     window = int(rng.choice([127, 255, 511, 1023, 2047, 4095]))
     softcap = float(rng.choice([0.0, 0.0, 30.0]))
-    return {"q": s, "b": _batch(rng, case, s), "causal": True, "window": (window, 0), "softcap": softcap}
+    return _with_batch(replace(case, q=s, causal=True, window=(window, 0), softcap=softcap), rng)
 
 
-def _mla(case: Case, rng: np.random.Generator) -> dict[str, Any]:
+def _mla(case: Case, rng: np.random.Generator) -> Case:
     h = int(rng.choice([16, 32, 40, 64, 128]))
-    case = replace(case, h=h, hkv=0, d=192, dv=128)
-    s = _length(rng, 512, 8192)
     name = f"{case.name.split(':')[0]}: MLA of {h} heads"
-    return {"name": name, "h": h, "hkv": 0, "d": 192, "dv": 128, "q": s, "b": _batch(rng, case, s), "causal": True}
+    case = replace(case, name=name, h=h, hkv=0, d=192, dv=128)
+    return _with_batch(replace(case, q=_length(rng, 512, 8192), causal=True), rng)
 
 
-def _plain(least: int, most: int) -> Any:
-    def shape(case: Case, rng: np.random.Generator) -> dict[str, Any]:
-        s = _length(rng, least, most)
-        return {"q": s, "b": _batch(rng, case, s)}
-
-    return shape
+def _plain(least: int, most: int) -> Shape:
+    return lambda case, rng: _with_batch(replace(case, q=_length(rng, least, most)), rng)
 
 
-def _cross(case: Case, rng: np.random.Generator) -> dict[str, Any]:
-    s, k = _length(rng, 256, 16384), _length(rng, 32, 1500)
-    return {"q": s, "k": k, "b": _batch(rng, case, s, 1.5e12)}
+def _cross(case: Case, rng: np.random.Generator) -> Case:
+    return _with_batch(replace(case, q=_length(rng, 256, 16384), k=_length(rng, 32, 1500)), rng, 1.5e12)
 
 
-def _bias(case: Case, rng: np.random.Generator) -> dict[str, Any]:
-    if case.name.endswith(("Swin-T", "Swin-L")):
-        s = int(rng.choice([49, 64, 144, 256]))
-        return {"q": s, "b": int(rng.choice([64, 256, 1024, 4096])), "bias": "1hqk"}
-    s = 8 * _length(rng, 16, 96)
-    return {"q": s, "b": max(1, s if "triangle" in case.name else _batch(rng, case, s)), "bias": "1hqk"}
+def _bias(case: Case, rng: np.random.Generator) -> Case:
+    case = replace(case, bias="1hqk")
+    if "Swin" in case.name:
+        return replace(case, q=int(rng.choice([49, 64, 144, 256])), b=int(rng.choice([64, 256, 1024, 4096])))
+    case = replace(case, q=8 * _length(rng, 16, 96))
+    return replace(case, b=case.q) if "triangle" in case.name else _with_batch(case, rng)
 
 
-def _padding(case: Case, rng: np.random.Generator) -> dict[str, Any]:
-    s = _length(rng, 256, 2048)
-    b = max(4, _batch(rng, case, s))
-    lengths = tuple(int(x) for x in rng.integers(s // 8, s + 1, b))
-    return {"q": s, "b": b, "padding": str(rng.choice(["left", "right"])), "lengths": lengths}
+def _padding(case: Case, rng: np.random.Generator) -> Case:
+    case = _with_batch(replace(case, q=_length(rng, 256, 2048)), rng)
+    b = max(4, case.b)
+    lengths = tuple(int(x) for x in rng.integers(case.q // 8, case.q + 1, b))
+    return replace(case, b=b, lengths=lengths, padding=str(rng.choice(["left", "right"])))
 
 
-def _packed(case: Case, rng: np.random.Generator) -> dict[str, Any]:
+def _packed(case: Case, rng: np.random.Generator) -> Case:
     number = int(rng.integers(2, 64))
     documents = np.exp(rng.normal(np.log(rng.uniform(128, 2048)), rng.uniform(0.1, 1.2), number))
-    return {"packed": tuple(int(x) for x in np.clip(documents, 16, 16384)), "causal": bool(rng.random() < 0.7)}
+    packed = tuple(int(x) for x in np.clip(documents, 16, 16384))
+    return replace(case, packed=packed, causal=bool(rng.random() < 0.7))
 
 
-def _decode(case: Case, rng: np.random.Generator) -> dict[str, Any]:
+def _decode(case: Case, rng: np.random.Generator) -> Case:
+    """Of at most 128 sequences and 2 GB of keys and values."""
     queries = int(rng.choice([1, 1, 1, 2, 4, 8, 16]))
     keys = _length(rng, 512, 32768)
-    most = max(1.0, 2e9 / (4.0 * keys * case.heads_kv * case.d))
-    b = int(np.exp(rng.uniform(0, np.log(min(most, 128) + 1e-9))))
-    return {"q": queries, "k": keys, "b": max(1, b), "causal": queries > 1, "backward": False}
+    b = _some(rng, min(max(1.0, 2e9 / (4.0 * keys * case.heads_kv * case.d)), 128) + 1e-9)
+    return replace(case, q=queries, k=keys, b=b, causal=queries > 1, backward=False)
 
 
-def _tiny(case: Case, rng: np.random.Generator) -> dict[str, Any]:
-    return {"q": _length(rng, 32, 512), "b": int(rng.integers(1, 5)), "causal": bool(rng.random() < 0.5)}
+def _tiny(case: Case, rng: np.random.Generator) -> Case:
+    return replace(case, q=_length(rng, 32, 512), b=int(rng.integers(1, 5)), causal=bool(rng.random() < 0.5))
 
 
-_SHAPES: dict[str, Any] = {
+_SHAPES: dict[str, Shape] = {
     "language": _language, "window": _window, "mla": _mla, "encoder": _plain(128, 4096), "vision": _plain(49, 1600),
     "diffusion": _plain(256, 16384), "cross": _cross, "bias": _bias, "padding": _padding, "packed": _packed,
     "decode": _decode, "tiny": _tiny,

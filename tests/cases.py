@@ -726,9 +726,23 @@ def _bias_tile_cases() -> list[Case]:
     ]
 
 
+_LENGTHS_OVER_TILES = ((113, 203), (1, 239), (64, 64), (0, 50), (50, 0), (300, 301))
+"""Queries and keys of packed sequences: none, one, a whole tile, and some tiles and a part."""
+
+
+def _over_tiles(
+    names: Sequence[str], fields: Sequence[dict[str, Any]], dtypes: Sequence[str] = _DTYPES[:2]
+) -> list[Case]:
+    """Cases of 300 queries and 400 keys where ``fields`` say nothing else, with ``dtypes`` in turn."""
+    dense = {"batch": 1, "seqlen_q": 300, "seqlen_k": 400}
+    return [
+        make_case(name, **{"dtype": dtypes[n % len(dtypes)], **({} if "seqlens" in case else dense), **case})
+        for n, (name, case) in enumerate(zip(names, fields, strict=True))
+    ]
+
+
 def _wide_head_cases() -> list[Case]:
     """Head dims beyond 128, and one width alone beyond 64, over several tiles of 64 queries and 128 keys."""
-    lengths = ((113, 203), (1, 239), (64, 64), (0, 50), (50, 0), (300, 301))
     used = (200, 7, 64, 0, 0, 270)
     fields: list[dict[str, Any]] = [
         {"head_dim": 256, "batch": 3, "num_heads": 8, "num_heads_kv": 2, "seqlen_k": 1100},
@@ -741,8 +755,15 @@ def _wide_head_cases() -> list[Case]:
         {"head_dim": 64, "head_dim_v": 200},
         {"head_dim": 128, "head_dim_v": 64, "causal": True},
         {"head_dim": 40, "head_dim_v": 72},
-        {"head_dim": 256, "seqlens": lengths, "causal": True, "dlse": True, "tail": (5, 9)},
-        {"head_dim": 192, "head_dim_v": 128, "seqlens": lengths, "seqused_k": used, "num_heads": 4, "num_heads_kv": 2},
+        {"head_dim": 256, "seqlens": _LENGTHS_OVER_TILES, "causal": True, "dlse": True, "tail": (5, 9)},
+        {
+            "head_dim": 192,
+            "head_dim_v": 128,
+            "seqlens": _LENGTHS_OVER_TILES,
+            "seqused_k": used,
+            "num_heads": 4,
+            "num_heads_kv": 2,
+        },
         {"head_dim": 256, "softcap": 5.0, "causal": True},
         {"head_dim": 256, "window_size": (70, 20)},
         {"head_dim": 256, "softmax_scale": -0.1},
@@ -753,35 +774,35 @@ def _wide_head_cases() -> list[Case]:
         {"head_dim": 256, "bias": "bhqk", "window_size": (70, 20)},
         {"head_dim": 256, "mask": "bhqk", "mask_empty": True},
         {"head_dim": 256, "dropout_p": 0.5, "seqlen_k": 303, "offset": 3, "dtype": "float16", "num_heads_kv": 1},
-        {"head_dim": 256, "seqlens": lengths, "dropout_p": 0.25, "causal": True},
+        {"head_dim": 256, "seqlens": _LENGTHS_OVER_TILES, "dropout_p": 0.25, "causal": True},
         {"head_dim": 256, "softcap": 5.0, "dropout_p": 0.1},
         {"head_dim": 256, "softcap": 5.0, "mask": "11qk", "causal": True},
         {"head_dim": 256, "bias": "bhqk", "mask": "b1qk", "causal": True},
         # P a query tile ahead: masks, drops and maps are those of the next tile, also of the next head of a group.
         {"head_dim": 192, "head_dim_v": 128, "softcap": 5.0, "dropout_p": 0.25, "num_heads_kv": 1},
         {"head_dim": 192, "window_size": (70, 20), "num_heads_kv": 1},
-        {"head_dim": 160, "seqlens": lengths, "dropout_p": 0.25, "causal": True},
+        {"head_dim": 160, "seqlens": _LENGTHS_OVER_TILES, "dropout_p": 0.25, "causal": True},
         # Several of bias, mask and dropout; a bias and a mask that are read by elements.
         {"head_dim": 192, "bias": "bhqk", "bias_dtype": "float32", "mask": "b1qk", "causal": True, "num_heads_kv": 1},
         {"head_dim": 192, "head_dim_v": 128, "bias": "bhqk", "mask": "bhqk", "dropout_p": 0.25, "causal": True},
         {"head_dim": 96, "head_dim_v": 160, "bias": "bhqk", "bias_dtype": "float32", "mask": "11qk", "dropout_p": 0.1},
         {"head_dim": 240, "bias": "b1qk", "bias_dtype": "float32", "dropout_p": 0.1, "seqlen_k": 303},
-        {"head_dim": 256, "seqlens": lengths, "seqused_k": used, "dropout_p": 0.25, "num_heads": 4, "num_heads_kv": 2},
+        {
+            "head_dim": 256,
+            "seqlens": _LENGTHS_OVER_TILES,
+            "seqused_k": used,
+            "dropout_p": 0.25,
+            "num_heads": 4,
+            "num_heads_kv": 2,
+        },
         {"head_dim": 192, "head_dim_v": 224, "dropout_p": 0.25, "window_size": (70, 20)},
     ]
-    dense = {"batch": 1, "seqlen_q": 300, "seqlen_k": 400}
-    return [
-        make_case(
-            f"wide-{n}-d{case['head_dim']}-{case.get('head_dim_v', case['head_dim'])}",
-            **{"dtype": "bfloat16", **({} if "seqlens" in case else dense), **case},
-        )
-        for n, case in enumerate(fields)
-    ]
+    names = [f"wide-{n}-d{x['head_dim']}-{x.get('head_dim_v', x['head_dim'])}" for n, x in enumerate(fields)]
+    return _over_tiles(names, fields, ("bfloat16",))
 
 
 def _narrow_head_cases() -> list[Case]:
     """Head dims of 16 to 32, which leave most of a slab of 64 columns empty, over several tiles."""
-    lengths = ((113, 203), (1, 239), (64, 64), (0, 50), (50, 0), (300, 301))
     grouped: dict[str, Any] = {"num_heads": 8, "num_heads_kv": 2}
     fields: list[dict[str, Any]] = [
         {"head_dim": 16, "dlse": True},
@@ -793,9 +814,15 @@ def _narrow_head_cases() -> list[Case]:
         {"head_dim": 32, "dropout_p": 0.25, "seqlen_k": 303, "offset": 3},
         {"head_dim": 16, "dropout_p": 0.25, "causal": True, **grouped},
         {"head_dim": 16, "deterministic": True, "causal": True},
-        {"head_dim": 32, "deterministic": True, "seqlens": lengths},
-        {"head_dim": 24, "seqlens": lengths, "seqused_k": (200, 7, 64, 0, 0, 270), "causal": True, **grouped},
-        {"head_dim": 16, "seqlens": lengths, "dropout_p": 0.25, "tail": (5, 9)},
+        {"head_dim": 32, "deterministic": True, "seqlens": _LENGTHS_OVER_TILES},
+        {
+            "head_dim": 24,
+            "seqlens": _LENGTHS_OVER_TILES,
+            "seqused_k": (200, 7, 64, 0, 0, 270),
+            "causal": True,
+            **grouped,
+        },
+        {"head_dim": 16, "seqlens": _LENGTHS_OVER_TILES, "dropout_p": 0.25, "tail": (5, 9)},
         {"head_dim": 16, "bias": "bhqk", "causal": True},
         {"head_dim": 24, "bias": "1hqk", "batch": 3},
         {"head_dim": 32, "bias": "bhqk", "bias_dtype": "float32", "seqlen_k": 401},
@@ -804,19 +831,11 @@ def _narrow_head_cases() -> list[Case]:
         {"head_dim": 16, "mask": "bhqk", "causal": True, "mask_empty": True},
         {"head_dim": 32, "softmax_scale": -0.2, "seqlen_k": 77},
     ]
-    dense = {"batch": 1, "seqlen_q": 300, "seqlen_k": 400}
-    return [
-        make_case(
-            f"narrow-{n}-d{case['head_dim']}",
-            **{"dtype": _DTYPES[n % 2], **({} if "seqlens" in case else dense), **case},
-        )
-        for n, case in enumerate(fields)
-    ]
+    return _over_tiles([f"narrow-{n}-d{x['head_dim']}" for n, x in enumerate(fields)], fields)
 
 
 def _between_cases() -> list[Case]:
     """Head dims of 72 to 120: K and V in registers backward, three consumers and narrow key tiles forward."""
-    lengths = ((113, 203), (1, 239), (64, 64), (0, 50), (50, 0), (300, 301))
     grouped: dict[str, Any] = {"num_heads": 8, "num_heads_kv": 2}
     many: dict[str, Any] = {"num_heads": 40, "seqlen_q": 400, "seqlen_k": 500}
     fields: list[dict[str, Any]] = [
@@ -825,8 +844,8 @@ def _between_cases() -> list[Case]:
         {"head_dim": 96, **many},
         {"head_dim": 96, "head_dim_v": 72, "causal": True, "num_heads": 8, "seqlen_q": 1100, "seqlen_k": 1200},
         {"head_dim": 72, "head_dim_v": 96, "window_size": (150, 30), **grouped},
-        {"head_dim": 80, "seqlens": lengths, "causal": True, "dlse": True, "tail": (5, 9)},
-        {"head_dim": 96, "seqlens": lengths, **grouped},
+        {"head_dim": 80, "seqlens": _LENGTHS_OVER_TILES, "causal": True, "dlse": True, "tail": (5, 9)},
+        {"head_dim": 96, "seqlens": _LENGTHS_OVER_TILES, **grouped},
         {"head_dim": 96, "softmax_scale": -0.1},
         {"head_dim": 104, **many},
         {"head_dim": 112, "causal": True, **many},
@@ -834,19 +853,12 @@ def _between_cases() -> list[Case]:
         {"head_dim": 112, "head_dim_v": 128, "num_heads": 24, "seqlen_q": 700, "seqlen_k": 300},
         {"head_dim": 104, "causal": True, "num_heads": 24, "seqlen_q": 700, "seqlen_k": 1100},
         {"head_dim": 120, "softcap": 5.0, "causal": True, "num_heads": 24, "seqlen_q": 700, "seqlen_k": 700},
-        {"head_dim": 112, "seqlens": lengths, "causal": True, "num_heads": 40},
-        {"head_dim": 120, "seqlens": lengths, "softcap": 5.0, "window_size": (70, 20), "num_heads": 40},
+        {"head_dim": 112, "seqlens": _LENGTHS_OVER_TILES, "causal": True, "num_heads": 40},
+        {"head_dim": 120, "seqlens": _LENGTHS_OVER_TILES, "softcap": 5.0, "window_size": (70, 20), "num_heads": 40},
         {"head_dim": 128, "num_heads": 32, "seqlen_q": 600, "seqlen_k": 600},
         {"head_dim": 128, "num_heads": 24, "seqlen_q": 1024, "seqlen_k": 300, "num_heads_kv": 8},
     ]
-    dense = {"batch": 1, "seqlen_q": 300, "seqlen_k": 400}
-    return [
-        make_case(
-            f"between-{n}-d{case['head_dim']}",
-            **{"dtype": _DTYPES[n % 2], **({} if "seqlens" in case else dense), **case},
-        )
-        for n, case in enumerate(fields)
-    ]
+    return _over_tiles([f"between-{n}-d{x['head_dim']}" for n, x in enumerate(fields)], fields)
 
 
 def _few_row_cases() -> list[Case]:

@@ -13,16 +13,7 @@ from ..base.errors import UnsupportedError
 from ..front.problem import AttentionProblem, OperandLayout, dense_layout
 from ..jit.config import BackwardConfig, Features, HopperBackwardConfig
 from .common import ceil_div, choose_captured, features_of, is_aligned, packed_slots
-from .hopper_backward_config import (
-    BLOCK_N,
-    Tile,
-    bias_as_tiles,
-    can_have_bits,
-    config_of,
-    hides_keys,
-    is_plain,
-    uses_keep_words,
-)
+from .hopper_backward_config import BLOCK_N, Tile, can_have_bits, config_of, hides_keys, is_plain, reads_scores
 from .hopper_backward_schedule import fewer_of_fused, head_group, query_step, tile_list_of
 from .hopper_backward_tile import can_share, choose_tile, is_packed_plainly, key_tiles, registers_of
 from .hopper_backward_wide import is_wide, reasons_against_wide
@@ -49,7 +40,6 @@ LEAST_QUERY_ROWS: Final = 33
 """The portable family has tiles of 32 rows for fewer. 56 rows and keys, 16 heads of 128: 24.9 and 13.1 us (H200)."""
 MAX_HEAD_DIM: Final = 256
 """Beyond it dk and dv of 64 keys do not fit in a thread block's registers."""
-NOT_IN_REGISTERS: Final = {"own_code": False, "keys_in_registers": False, "values_in_registers": False}
 PREPARE_ROWS: Final = 16
 """Query rows of a thread block of ``backward_hopper_prepare``."""
 
@@ -63,7 +53,7 @@ def reasons_for_portable(problem: AttentionProblem, *, arch: str, num_sms: int, 
         if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
             found.append(f"{name} is {head_dim}; accepted are multiples of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}")
     found += reasons_against_wide(problem) if is_wide(problem) else reasons_against_spills(problem)
-    if max(problem.head_dim, problem.head_dim_v) <= NARROW and reads_by_score(problem):
+    if max(problem.head_dim, problem.head_dim_v) <= NARROW and (problem.modifier is not None or reads_scores(problem)):
         found.append(f"a function, or a bias or mask that threads read for themselves, up to head dim {NARROW}")
     if problem.modifier is not None and is_wide(problem):
         found.append("score_mod or mask_mod beyond head dim 128, which the kernel of two thread blocks does not read")
@@ -77,15 +67,6 @@ def reasons_for_portable(problem: AttentionProblem, *, arch: str, num_sms: int, 
     if not found and config_of(problem, choose_tile(problem, num_sms)).smem_bytes > smem_limit:
         found.append(f"a thread block may use {smem_limit} bytes of shared memory")
     return found
-
-
-def reads_by_score(problem: AttentionProblem) -> bool:
-    """Whether every thread finds for itself what a score needs beside its products."""
-    if problem.modifier is not None:
-        return True
-    return score_operands(problem) > 0 and not (
-        uses_keep_words(problem) or bias_as_tiles(problem) or hides_keys(problem)
-    )
 
 
 def reasons_against_spills(problem: AttentionProblem) -> list[str]:
@@ -362,9 +343,11 @@ def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit
         if max(problem.head_dim, problem.head_dim_v) > 64:
             tiles[replace(tile, block_m=80, fused=False)] = None
         if tile.keys_in_registers:
-            tiles[replace(tile, own_code=tile.own_code and problem.head_dim <= 80, keys_in_registers=False)] = None
+            tiles[replace(tile, **registers_of(problem, keys=False))] = None
+    elif tile.values_in_registers:
+        tiles[replace(tile, own_code=False, keys_in_registers=False, values_in_registers=False)] = None
     elif is_packed_plainly(problem):
-        tiles[replace(tile, **(registers_of(problem) if not tile.values_in_registers else NOT_IN_REGISTERS))] = None
+        tiles[replace(tile, **registers_of(problem))] = None
     if can_have_bits(problem):
         tiles[replace(tile, tile_bits=not tile.tile_bits)] = None
     if tile.splits > 1:

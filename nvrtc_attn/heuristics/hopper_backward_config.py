@@ -96,6 +96,13 @@ def uses_keep_words(problem: AttentionProblem) -> bool:
     return problem.dropout_p > 0 and score_operands(problem) == 1 and not problem.softcap
 
 
+def reads_scores(problem: AttentionProblem) -> bool:
+    """Whether every thread finds what of bias, mask and dropout each of its scores needs, beside the products."""
+    return score_operands(problem) > 0 and not (
+        uses_keep_words(problem) or bias_as_tiles(problem) or hides_keys(problem)
+    )
+
+
 def is_plain(problem: AttentionProblem) -> bool:
     """Whether ``fused`` and 80 queries are possible: registers suffice, and idle warps have no other work.
 

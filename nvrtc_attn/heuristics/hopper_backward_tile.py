@@ -20,13 +20,13 @@ from .hopper_backward_config import (
     hides_keys,
     is_plain,
     modifies_plainly,
+    reads_scores,
     stores_dbias,
-    uses_keep_words,
     walks_words,
 )
 from .hopper_backward_schedule import L2_BYTES, head_bytes, is_causal
 from .hopper_backward_wide import is_wide
-from .hopper_common import mean_rows, product_width, score_operands
+from .hopper_common import mean_keys, mean_rows, product_width, score_operands
 from .tile_words import bits_pay
 
 TURNS_OF_TILE: Final = 2
@@ -77,7 +77,7 @@ def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
         return Tile(block_m=64, wide=True, splits=choose_splits(problem, num_sms))
     bits = can_have_bits(problem) and bits_pay(problem, BLOCK_N)
     # What a score needs beside its product takes the registers of half of the queries.
-    plain = score_operands(problem) == 0 or uses_keep_words(problem) or bias_as_tiles(problem) or hides_keys(problem)
+    plain = not reads_scores(problem)
     if problem.modifier is not None:
         plain = modifies_plainly(problem) and not takes_registers(problem.modifier)
         # What a mask_mod keeps takes two registers of 128 queries: 64 spare what asking takes.
@@ -117,7 +117,7 @@ def most_queries(problem: AttentionProblem) -> int:
     return 128 if max(problem.head_dim, problem.head_dim_v) <= 64 else 64
 
 
-def registers_of(problem: AttentionProblem) -> dict[str, bool]:
+def registers_of(problem: AttentionProblem, *, keys: bool = True) -> dict[str, bool]:
     """What of a tile of plain scores stays in registers, and whether consumers have code of their own.
 
     K beside V from 65 columns on, with a dQ of no more columns than there are: 1 to 6 % less time at head dims 72 to 96
@@ -127,7 +127,7 @@ def registers_of(problem: AttentionProblem) -> dict[str, bool]:
     # A scale that is not positive is one operand more: 8 bytes would spill at head dim 64.
     values = max(widths) <= 96 and problem.softmax_scale > 0
     # Of packed sequences with a band 12 bytes would spill at head dim 96.
-    keys = values and widths[0] > 64 and not (problem.varlen and problem.band and min(widths) == 96)
+    keys = keys and values and widths[0] > 64 and not (problem.varlen and problem.band and min(widths) == 96)
     return {"own_code": widths[0] == 80 or keys, "values_in_registers": values, "keys_in_registers": keys}
 
 
@@ -173,17 +173,13 @@ def choose_splits(problem: AttentionProblem, num_sms: int) -> int:
 def turns_of_head(problem: AttentionProblem) -> tuple[float, int]:
     """Query tiles of one head that see a key tile: on average, and the most of any sequence."""
     block_m = 64 if is_wide(problem) else most_queries(problem)
-    rows, keys = mean_rows(problem), problem.seqlen_k
-    if problem.varlen:
-        keys = min(keys, max(ceil_div(problem.k.shape[1], max(problem.batch, 1)), 1))
-    mean, most = float(ceil_div(rows, block_m)), ceil_div(problem.seqlen_q, block_m)
+    mean, most = float(ceil_div(mean_rows(problem), block_m)), ceil_div(problem.seqlen_q, block_m)
     if problem.window_left is not None:
-        window = (
-            problem.window_left + BLOCK_N + (problem.seqlen_q if problem.window_right is None else problem.window_right)
-        )
+        right = problem.seqlen_q if problem.window_right is None else problem.window_right
+        window = problem.window_left + BLOCK_N + right
         mean, most = min(mean, window / block_m + 1), min(most, ceil_div(window, block_m) + 1)
     elif problem.window_right is not None:  # a key tile less of the queries each
-        mean = max(mean - (ceil_div(keys, BLOCK_N) - 1) / 2 * BLOCK_N / block_m, 1.0)
+        mean = max(mean - (ceil_div(mean_keys(problem), BLOCK_N) - 1) / 2 * BLOCK_N / block_m, 1.0)
     return mean, most
 
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from ..base.architectures import ARCHITECTURES
 from ..front.operands import unread_by
-from ..front.problem import AttentionProblem
+from ..front.problem import AttentionProblem, OperandLayout
 from ..modifiers.cuda import adds_distance
 from .common import ceil_div, computes_by_distance, packed_slots
 
@@ -36,9 +36,18 @@ def score_operands(problem: AttentionProblem) -> int:
 
 def mean_rows(problem: AttentionProblem) -> int:
     """Query rows of a sequence, of packed ones on average."""
+    return _mean(problem, problem.seqlen_q, problem.q)
+
+
+def mean_keys(problem: AttentionProblem) -> int:
+    """Keys of a sequence, of packed ones on average."""
+    return _mean(problem, problem.seqlen_k, problem.k)
+
+
+def _mean(problem: AttentionProblem, longest: int, operand: OperandLayout) -> int:
     if not problem.varlen:
-        return problem.seqlen_q
-    return min(problem.seqlen_q, max(ceil_div(problem.q.shape[1], max(problem.batch, 1)), 1))
+        return longest
+    return min(longest, max(ceil_div(operand.shape[1], max(problem.batch, 1)), 1))
 
 
 def least_work(problem: AttentionProblem, widths: Iterable[int], overhead: int, least: float = 1.0) -> int:

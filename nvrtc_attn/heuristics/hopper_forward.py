@@ -10,7 +10,7 @@ from ..front.problem import AttentionProblem
 from ..jit.config import Features, HopperForwardConfig
 from .common import MEASURED_SMS, ceil_div, is_vectorizable, packed_slots, tile_of
 from .hopper_common import DTYPES_16BIT, MIN_QUERY_ROWS, reasons_against_size, reasons_against_target, score_operands
-from .hopper_forward_config import Tile, config_of, smem_bytes
+from .hopper_forward_config import Tile, config_of, fitted_columns, smem_bytes
 from .hopper_forward_schedule import (
     L2_BYTES,
     hands_out,
@@ -23,7 +23,6 @@ from .hopper_forward_schedule import (
 from .hopper_forward_tile import (
     choose_tile,
     direct_tile,
-    fitted_columns,
     has_bias_alone,
     large_tile,
     tile_with_bits,

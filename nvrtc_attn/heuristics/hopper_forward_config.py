@@ -9,12 +9,18 @@ from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem
 from ..jit.config import HopperForwardConfig
 from .common import ceil_div, features_of
-from .hopper_common import diagonal_bytes, product_width
+from .hopper_common import diagonal_bytes, least_work, product_width, score_operands
 from .tile_words import bits_bytes, with_words
 from .tile_words import pays as words_pay
 
 KEY_TILE_OVERHEAD_COLUMNS: Final = 24
 """What a key tile costs beside its columns, in columns: no tile is worth being narrower than 80."""
+
+FITS_KEYS: Final = True
+"""Whether plain scores of few keys get a tile of which less stays empty (`fitted_columns`): 112 keys take 8 to 9 % less
+time for 197 and 196 of them, 96 keys 14 % less for 257 (H200, 2026-11-22; part ``fit`` of ``benchmarks/short.py``)."""
+LEAST_FIT: Final = 1.04
+"""What a narrower tile must gain by `fitted_columns`, and one of a bias."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +41,17 @@ class Tile:
     packed_heads: bool = False
     tile_bits: bool = False
     min_blocks_per_sm: int = 1
+
+
+def fitted_columns(problem: AttentionProblem, columns: int, fits: bool | None = None) -> int:
+    """The width of a key tile, at most ``columns``, with the least work for all keys: 197 are two tiles of 112.
+
+    Where no mask of positions or lengths on the device decide what is in a tile.
+    """
+    fits = FITS_KEYS if fits is None else fits
+    if not fits or columns <= 80 or score_operands(problem):
+        return columns
+    return least_work(problem, range(columns, 79, -16), KEY_TILE_OVERHEAD_COLUMNS, LEAST_FIT)
 
 
 def smem_bytes(config: HopperForwardConfig) -> int:

@@ -10,17 +10,19 @@ from ..front.problem import AttentionProblem
 from ..modifiers.cuda import computes_little, only_computes, takes_registers
 from .common import MEASURED_SMS, ceil_div
 from .hopper_common import SMEM_LIMIT, begins_products, least_work, mean_rows, product_width, score_operands
-from .hopper_forward_config import KEY_TILE_OVERHEAD_COLUMNS, Tile, config_of, smem_bytes
+from .hopper_forward_config import (
+    KEY_TILE_OVERHEAD_COLUMNS,
+    LEAST_FIT,
+    Tile,
+    config_of,
+    fitted_columns,
+    smem_bytes,
+)
 from .hopper_forward_wide import wide_direct_tile, wide_score_tiles, wide_tile, widest_tile
-from .hopper_small import small_tile
+from .hopper_small import are_alone, small_tile
 from .tensor_map import score_reasons_against
 from .tile_words import bits_pay
 
-FITS_KEYS: Final = True
-"""Whether plain scores of few keys get a tile of which less stays empty (`fitted_columns`): 112 keys take 8 to 9 % less
-time for 197 and 196 of them, 96 keys 14 % less for 257 (H200, 2026-11-22; part ``fit`` of ``benchmarks/short.py``)."""
-LEAST_FIT: Final = 1.04
-"""What a narrower tile must gain by `fitted_columns`, and one of a bias."""
 LEAST_GAIN_OF_SLOTS: Final = 1.01
 """The same where narrower tiles have a third slot or more: 226 and 300 keys gain 5 and 1 %, 1000 and 4000 nothing."""
 
@@ -186,17 +188,6 @@ def direct_tile(problem: AttentionProblem, rows: int) -> Tile:
     return Tile(block_m=128, block_n=columns, num_stages_q=2, lazy_max=True)
 
 
-def fitted_columns(problem: AttentionProblem, columns: int, fits: bool | None = None) -> int:
-    """The width of a key tile, at most ``columns``, with the least work for all keys: 197 are two tiles of 112.
-
-    Where no mask of positions or lengths on the device decide what is in a tile.
-    """
-    fits = FITS_KEYS if fits is None else fits
-    if not fits or columns <= 80 or score_operands(problem):
-        return columns
-    return least_work(problem, range(columns, 79, -16), KEY_TILE_OVERHEAD_COLUMNS, LEAST_FIT)
-
-
 def _slots(problem: AttentionProblem, columns: int, most: int) -> int:
     """Slots of K and V: no more than there are key tiles, two at least.
 
@@ -294,7 +285,7 @@ def _tile_between(problem: AttentionProblem, num_sms: int) -> Tile | None:
     if problem.softmax_scale <= 0 or problem.further_inputs or problem.modifier is not None:
         return None
     # Tiles of 64 rows with a multiprocessor each, which are made of this one, were not measured with more slots.
-    alone = not problem.varlen and problem.batch * problem.num_heads * ceil_div(problem.seqlen_q, 64) <= num_sms
+    alone = are_alone(problem, 64, num_sms)
     if widest > 96 and alone:
         return None
     if problem.band or problem.softcap > 0:
@@ -321,10 +312,13 @@ def _band_between(problem: AttentionProblem, num_sms: int) -> Tile | None:
     rows, widest = mean_rows(problem), max(problem.head_dim, problem.head_dim_v)
     if widest > 96 and rows <= 512 and not problem.varlen:
         return None
-    long, most = rows > 1024, 1.1
-    if widest > 96:
-        long, most = problem.varlen or rows > 512, 1.13
-    if _gain_of_rows(problem, num_sms) <= (1.3 if problem.head_dim % 16 else most if long else 0.0):
+    if problem.head_dim % 16:
+        most = 1.3
+    elif widest > 96:
+        most = 1.13
+    else:
+        most = 1.1 if rows > 1024 else 0.0
+    if _gain_of_rows(problem, num_sms) <= most:
         return _with_slots(problem, 192, 64, 4)
     if widest > 96:
         return None
@@ -337,7 +331,7 @@ def _rows_of_narrow(problem: AttentionProblem, num_sms: int) -> int:
     Or unless every smaller tile has a multiprocessor to itself: 128 small tiles take 13 % less time than 88 large ones.
     """
     rows = mean_rows(problem)
-    if not problem.varlen and problem.batch * problem.num_heads * ceil_div(rows, 128) <= num_sms:
+    if are_alone(problem, 128, num_sms):
         return 128
     # A half tile or a window and a sink: 128 registers a thread are too few, and ptxas serialises the products (C7511).
     if problem.band and problem.further_inputs and not problem.varlen:

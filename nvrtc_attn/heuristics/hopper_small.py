@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from ..front.problem import AttentionProblem
 from .common import ceil_div
-from .hopper_common import least_work, score_operands
-from .hopper_forward_config import KEY_TILE_OVERHEAD_COLUMNS, Tile
+from .hopper_common import score_operands
+from .hopper_forward_config import KEY_TILE_OVERHEAD_COLUMNS, Tile, fitted_columns
 from .hopper_forward_schedule import key_tiles_of_rows
 from .hopper_forward_wide import few_rows
 
@@ -47,29 +47,38 @@ def small_tile(problem: AttentionProblem, tile: Tile, num_sms: int) -> Tile | No
     """
     if problem.modifier is not None or score_operands(problem) or tile.score_tiles:
         return None  # not measured, and with dropout 20 bytes and more would spill
-    tiles = problem.batch * problem.num_heads * ceil_div(problem.seqlen_q, 64)
-    if not problem.varlen and tiles <= num_sms:
+    if are_alone(problem, 64, num_sms):
         return few_rows(problem, tile)
     widest = shared_width(problem)
     if not widest or tile.block_m == 64:
         return None
-    # Large tiles of 64 and 80 columns have no measured times here: they count as 1.04 times as fast as the wide ones
-    # before, and as 1.07 times without a mask of positions at head dim 128.
-    narrow, faster, known = tile.block_n <= 80 and (widest == 128 or problem.seqlen_k > 64), 1.04, tile
-    if narrow and widest == 128:
-        columns = least_work(problem, range(128, 79, -16), KEY_TILE_OVERHEAD_COLUMNS, 1.04)
-        known = replace(tile, block_m=128, block_n=columns, half_tile=problem.band and problem.softcap == 0)
-        faster = 1.04 if problem.band or problem.softcap > 0 else 1.07
-    elif narrow and tile.block_n == 64:
-        known = replace(tile, block_n=112)
-    else:
-        faster = 1.0
+    known, faster = _measured(problem, tile, widest)
     if known.half_tile and problem.seqlen_q <= 256:
         return None  # 64 x 256 x 32 causal at head dim 64: 119 us against 109 (H100), where the estimate is 1.16
     several = several_blocks(problem, tile)
     gain = _time(problem, known, widest, num_sms) / _time(problem, several, widest, num_sms) / faster
     mapped = widest == 128 and problem.softcap > 0
     return several if gain > (LEAST_GAIN_MAPPED if mapped else LEAST_GAIN[widest]) else None
+
+
+def are_alone(problem: AttentionProblem, rows: int, num_sms: int) -> bool:
+    """Whether every tile of so many query rows has a multiprocessor to itself; not known of packed sequences."""
+    return not problem.varlen and problem.batch * problem.num_heads * ceil_div(problem.seqlen_q, rows) <= num_sms
+
+
+def _measured(problem: AttentionProblem, tile: Tile, widest: int) -> tuple[Tile, float]:
+    """The tile whose times are known here, in the place of ``tile``, and how much faster ``tile`` counts.
+
+    Narrow tiles of large rows have none: they were 1.04 times as fast as the wide ones before, and 1.07 times at head
+    dim 128 without a mask of positions.
+    """
+    if widest == 128 and tile.block_n <= 80:
+        columns = fitted_columns(problem, 128)
+        known = replace(tile, block_m=128, block_n=columns, half_tile=problem.band and problem.softcap == 0)
+        return known, 1.04 if problem.band or problem.softcap > 0 else 1.07
+    if tile.block_n == 64 and problem.seqlen_k > 64:
+        return replace(tile, block_n=112), 1.04
+    return tile, 1.0
 
 
 def shared_width(problem: AttentionProblem) -> int:

@@ -235,7 +235,7 @@ def lengths_before(seqlen_k: int) -> Iterator[int]:
     yield from range(16, min(seqlen_k, 4096), 16)
     tiles = 1
     while 64 * tiles <= seqlen_k:
-        yield from (x for x in (64 * tiles - 1, 64 * tiles) if x < seqlen_k)
+        yield from (x for x in (64 * tiles - 1, 64 * tiles) if x < seqlen_k and (x % 16 or x >= 4096))
         tiles += max(1, tiles // 128)
 
 
