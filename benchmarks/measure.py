@@ -86,6 +86,46 @@ def graph_of(call: Callable[..., Any], number: int = 1, begin: Callable[[], Any]
     return graph
 
 
+PAUSED_CALLS = 10
+CYCLES_PER_SECOND = 2e9
+"""At least those of the GPU's clock."""
+
+
+def behind_a_pause(
+    functions: Mapping[str, tuple[Callable[[], Any], Callable[[], AbstractContextManager[Any]]]], rounds: int = 3
+) -> dict[str, dict[str, float]]:
+    """As `in_turn`, of functions with their contexts, without what the host takes to launch them, and without graphs.
+
+    The GPU waits while the host enqueues `PAUSED_CALLS` calls, each behind a clear of the L2 and between two events. A
+    function that waits for the GPU itself has no use of that: its time is that of the host as well.
+    """
+    import torch
+
+    cleared = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+
+    def enqueue(function: Callable[[], Any], pause: float) -> tuple[list[float], float]:
+        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(PAUSED_CALLS)]
+        torch.cuda.synchronize()
+        torch.cuda._sleep(int(pause * CYCLES_PER_SECOND))
+        begin = time.perf_counter()
+        for first, last in pairs:
+            cleared.zero_()
+            first.record()
+            function()
+            last.record()
+        took = time.perf_counter() - begin
+        torch.cuda.synchronize()
+        return [first.elapsed_time(last) for first, last in pairs], took
+
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, (function, context) in functions.items():
+            with context():
+                _, took = enqueue(function, 0.0)
+                times[name].append(median(enqueue(function, 2 * took)[0]))
+    return {name: steady(t, rounds) for name, t in times.items()}
+
+
 def provenance() -> dict[str, str]:
     """GPU, driver, package versions, commit and command of this process."""
     import torch

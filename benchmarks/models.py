@@ -6,13 +6,14 @@
 
 Cases are in `model_cases.py`, those of ``--drawn`` in `drawn_cases.py`, rivals in `peers.py` ($FA3_DIR for
 FlashAttention-3). For every case and direction the functions run in turn, with a rest before each; one that took 1.5
-times the fastest's time in the first round is not run again. Passes below 0.25 ms are then timed from CUDA graphs,
-everybody's: autograd's thread takes 0.06 to 0.25 ms of the host, whatever its kernels take, and that is the subject of
-`host.py`; times without a graph are kept as ``NAME.DIRECTION.eager``. Outputs and gradients of every rival are compared
-with ours: one that computes something else is left out, and said so. NAME.json is written after every case, so that a
-run that is cut short is worth what it did, and ``--resume`` goes on from it. Kernels are compiled first, by several
-processes. ``--dry-run`` runs tiny cases on the CPU beside the definition. Ratios are times of the other over ours:
-above 1, ours is faster.
+times the fastest's time in the first round is not run again. Passes below 0.6 ms are then timed from CUDA graphs,
+everybody's: autograd's thread takes 0.06 to 0.45 ms of the host, whatever its kernels take, and that is the subject
+of `host.py`; times without a graph are kept as ``NAME.DIRECTION.eager``. Where somebody's pass cannot be captured,
+all of them are timed behind a pause of the GPU, which hides the host as well. Outputs and gradients of every rival
+are compared with ours: one that computes something else is left out, and said so. NAME.json is written after every
+case, so that a run that is cut short is worth what it did, and ``--resume`` goes on from it. Kernels are compiled
+first, by several processes. ``--dry-run`` runs tiny cases on the CPU beside the definition. Ratios are times of the
+other over ours: above 1, ours is faster.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import measure as measure_module
 import peers
 import torch
 from drawn_cases import drawn
-from measure import RESULTS, graph_of, in_turn, provenance
+from measure import RESULTS, behind_a_pause, graph_of, in_turn, provenance
 from model_cases import CASES, KINDS, Case, in_turns, make_inputs
 from plot import plot_models
 
@@ -45,7 +46,7 @@ TOLERANCES = (0.02, 0.1)
 """Largest relative distance (Frobenius norm) of a rival's output and gradients from ours; both are in 16 bits."""
 HOPELESS = 1.5
 """Times the fastest, from which on one round is enough."""
-GRAPH_MS = 0.25
+GRAPH_MS = 0.6
 """A pass that somebody's kernels take less time for is timed from CUDA graphs."""
 QUICK_CASES = 45
 FA4_CACHE = {
@@ -78,6 +79,14 @@ class Running:
                 q, k, v, *dbias = gradients()
                 self.functions["bwd"] = gradients
                 self.results += [*map(call.view, (q, k, v)), *dbias]
+
+    def pass_of(self, which: str) -> Callable[[], Any]:
+        """The function of the direction ``which``, made anew where `graph` has let go of it."""
+        if which == "fwd":
+            return self.functions["fwd"]
+        with self.call.context():
+            out = self.call.run()
+        return lambda: torch.autograd.grad(out, self.call.leaves, self.call.dout, retain_graph=True)
 
     def graph(self, which: str) -> Callable[[], Any]:
         """Replays one pass of the direction ``which`` from a CUDA graph; its function without one is gone.
@@ -166,20 +175,22 @@ def from_graphs(
 ) -> dict[str, Any]:
     """Put the times of graphs into ``times`` where a pass is short; times without one are returned, for the row.
 
-    A pass that cannot be captured keeps its time, and so does everybody else's of that direction: the row says why.
+    Where one cannot be captured, all wait behind a pause instead; the row says why.
     """
     mine = {f"{name}.{which}": each for name, each in running.items() if which in each.functions}
     if min(times[key]["ms"] for key in mine) >= GRAPH_MS:
         return {}
     kept = mine.keys() - set(slow({key: times[key]["ms"] for key in mine}))
+    eager: dict[str, Any] = {f"{key}.eager": times[key]["ms"] for key in kept}
     graphs: dict[str, Callable[[], Any]] = {}
     for key in sorted(kept):
         try:
             graphs[key] = mine[key].graph(which)
         except Exception as error:
             after_a_failed_capture()
-            return {f"{which}.eager": f"{key}: {type(error).__name__}: {str(error).splitlines()[0][:150]}"}
-    eager = {f"{key}.eager": times[key]["ms"] for key in kept}
+            eager[f"{which}.paused"] = f"{key}: {type(error).__name__}: {str(error).splitlines()[0][:150]}"
+            times |= behind_a_pause({k: (mine[k].pass_of(which), mine[k].context) for k in sorted(kept)}, rounds)
+            return eager
     times |= in_turn(graphs, rounds=rounds, rep_ms=rep_ms)
     return eager
 

@@ -198,7 +198,7 @@ def _forward_as(
     part = replace(problem, plan_as=None)
     left, config = _left(problem, num_sms), like.main.config
     if isinstance(config, HopperForwardConfig):
-        found = hopper_forward.plan_like(config, part, arch=arch, num_sms=left, smem_limit=smem_limit)
+        found = hopper_forward.plan_like(like, part, arch=arch, num_sms=left, smem_limit=smem_limit)
         if not isinstance(found, list):
             return found
         _log_unlike("forward", found)

@@ -33,6 +33,9 @@ TURNS_OF_TILE: Final = 2
 """What a key tile takes beside its query tiles, in those."""
 TURNS_OF_PART: Final = 5
 """What a part of one takes: it adds up three query tiles' worth of dk and dv."""
+TURNS_OF_NARROW_PART: Final = 3
+"""The same of tiles of 128 queries, for `by_turns`: 13 documents of 897 tokens on average, 14 heads on 2, D 64, take
+476 us whole and 380 in 7 blocks a group; 29 of 220, 9 on 3, 72 whole and 89 in 3 (H200, 2026-11-29)."""
 MAX_PARTS: Final = 16
 MIN_GAIN_OF_PARTS: Final = 16
 """In query tiles: some 45 microseconds, of which clearing and converting the sums take a part."""
@@ -45,6 +48,15 @@ MIN_WAVES_CAUSAL: Final = 3.5
 MIN_WAVES_PACKED: Final = 7.5
 FUSED_BAND: Final = 4096
 """Queries up to which ``fused`` pays with a band, so that tiles have 64 and not 80 of them."""
+MIN_WAVES_FUSED: Final = {64: 2.0, 128: 3.0}
+"""Key tiles of a multiprocessor from which on ``fused`` pays, by the queries of a tile. Its time over that without: D
+64, 16 x 197 x 12 (2.9 tiles) 1.04, 5 x 256 x 40 (3.0) 0.97, 3 x 400 x 40 (3.6) 0.95; D 96, 4 x 363 x 24 (2.2),
+0.96."""
+MIN_WAVES_FUSED_BAND: Final = 4.0
+"""The same with a band: D 64, 4 x 363 x 32 (2.9) 1.08, 20 x 150 x 12 (3.6) 1.08; D 128, 5 x 380 x 24 (2.7) 1.05."""
+LEAST_GAIN_OF_64: Final = {80: 1.04, 128: 1.1}
+LEAST_GAIN_OF_64_FUSED: Final = 1.2
+"""How many times fewer rows tiles of 64 must have than those of 80 and 128 queries, for `fewer_empty`."""
 MOST_IN_FLIGHT: Final = 40 << 20
 """Bytes of Q, dO and dq of the heads that causal key tiles in work read: more than that leaves L2 in between."""
 MOST_IN_FLIGHT_WHOLE: Final = 80 << 20
@@ -92,7 +104,8 @@ def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
         return replace(tile, parts=parts, splits=1) if parts > 1 else tile
     longest = FUSED_BAND if problem.band else 2048
     waves = tile.splits * key_tiles(problem) / num_sms
-    fused = waves > 2 and problem.seqlen_q <= min(longest, 2 * problem.seqlen_k)
+    least = MIN_WAVES_FUSED_BAND if problem.band else MIN_WAVES_FUSED[block_m]
+    fused = waves > least and problem.seqlen_q <= min(longest, 2 * problem.seqlen_k)
     widths = [product_width(x) for x in (problem.head_dim, problem.head_dim_v)]
     # Blocks of dq of 80 queries are turned round in 16 bits.
     transposed = min(widths) == 128 and not fused and not is_float32(problem, "dq")
@@ -103,7 +116,22 @@ def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
     descending = is_causal(problem) and not fused and (max(widths) <= 64 or splits > 1 or parts > 1)
     tile = replace(tile, fused=fused, splits=splits, parts=parts, descending=descending, **registers_of(problem))
     # Of heads that are split 64 are 5 % faster: 2 x 8192 and 1 x 16384 with a window, 32 heads on 8 in two.
-    return replace(tile, block_m=80) if transposed and splits == 1 else tile
+    wide = 80 if transposed and splits == 1 else block_m
+    return replace(tile, block_m=fewer_empty(problem, wide, fused) if parts == 1 else wide)
+
+
+def fewer_empty(problem: AttentionProblem, block_m: int, fused: bool) -> int:
+    """Queries of a tile: ``block_m``, or 64 where so many fewer rows of tiles stay empty.
+
+    Over 80 queries: 3 x 247 x 32, D 128, 1.13, causal 1.20; 1 x 896 x 32 1.04; 200 to 450 queries of which 64 leave as
+    many empty 0.95 to 1.02. Over 128: 3 x 300 x 24, D 64, 1.06, causal 1.09; 4 x 500 x 16 0.96; ``fused`` 64 x 190 x 12
+    1.15, but 100 x 286 x 20 1.00 and 28 x 522 x 40 0.97 (H200, 2026-11-29).
+    """
+    if block_m == 64:
+        return block_m
+    least = LEAST_GAIN_OF_64_FUSED if fused else LEAST_GAIN_OF_64[block_m]
+    rows, narrow = (ceil_div(problem.seqlen_q, n) * n for n in (block_m, 64))
+    return 64 if least * narrow < rows else block_m
 
 
 def is_packed_plainly(problem: AttentionProblem) -> bool:
@@ -194,7 +222,10 @@ def by_turns(problem: AttentionProblem, workers: int) -> int:
     group, tiles = problem.num_heads // problem.num_heads_kv, key_tiles(problem)
     mean, most = turns_of_head(problem)
     uneven = problem.varlen or is_causal(problem)
-    beside, launches = (TURNS_OF_WIDE_PART, 0) if is_wide(problem) else (TURNS_OF_PART, TURNS_OF_LAUNCHES)
+    narrow = max(problem.head_dim, problem.head_dim_v) <= 64
+    beside, launches = TURNS_OF_NARROW_PART if narrow else TURNS_OF_PART, TURNS_OF_LAUNCHES
+    if is_wide(problem):
+        beside, launches = TURNS_OF_WIDE_PART, 0
 
     def time(splits: int) -> float:
         heads = group // splits

@@ -9,10 +9,17 @@ from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem
 from ..jit.config import Features, HopperForwardConfig
 from .common import MEASURED_SMS, ceil_div, is_vectorizable, packed_slots, tile_of
-from .hopper_common import DTYPES_16BIT, MIN_QUERY_ROWS, reasons_against_size, reasons_against_target, score_operands
+from .forward_combine import combine_launch
+from .hopper_common import (
+    DTYPES_16BIT,
+    MIN_QUERY_ROWS,
+    least_query_rows,
+    reasons_against_size,
+    reasons_against_target,
+    score_operands,
+)
 from .hopper_forward_config import Tile, config_of, fitted_columns, smem_bytes
 from .hopper_forward_schedule import (
-    L2_BYTES,
     hands_out,
     heads_together,
     pair_rounds,
@@ -20,6 +27,7 @@ from .hopper_forward_schedule import (
     tile_costs,
     tile_list_of,
 )
+from .hopper_forward_splits import LEAST_GAIN, may_split, most_splits, split_counts, splits_keys, time_us
 from .hopper_forward_tile import (
     choose_tile,
     direct_tile,
@@ -29,13 +37,20 @@ from .hopper_forward_tile import (
     tile_without_bits,
 )
 from .hopper_forward_wide import candidates as wide_candidates
-from .hopper_small import moved_bytes, several_blocks, shared_width
+from .hopper_small import several_blocks, shared_width
 from .spec import ForwardPlanSpec, Launch
 from .tensor_map import TensorMap, packed_map, reasons_against, score_map, tensor_map
 from .tile_words import TileBits, may_have_bits, plan_launch, words_of
 from .tile_words import pays as words_pay
 
 MAX_HEAD_DIM: Final = 256
+MANY_KEYS: Final = 4096
+"""From so many keys on a few query tiles may have another tile than the table's by the estimate of their time: 1 x
+512 x 16384, 64 heads on 8, causal, D 128, 344 us with 128 rows and columns, 465 with 192 rows and 64 columns
+(H200)."""
+FEW_KEYS: Final = 512
+"""Up to so many keys of 64 rows or fewer, where each of them has a multiprocessor, `slower` prefers the portable family
+up to head dim 64: 1 x 35 x 32 0.97 of this one's time, but 6 x 50 x 3000 x 12 1.09 (H200)."""
 LIST_WARPS: Final = 32
 """Of the thread block that lists the tiles of packed sequences: all there can be, because there is one block."""
 PACKS_HEADS: Final = True
@@ -54,12 +69,18 @@ def may_pack_heads(problem: AttentionProblem) -> bool:
 
 
 def packs_heads(problem: AttentionProblem) -> bool:
-    """Whether it pays: more rows than the portable family's tiles for decoding take, or a quarter fewer tiles."""
+    """Whether it pays: more rows than the portable family's tiles for decoding take, or a quarter fewer tiles.
+
+    Or half as many rows of many keys, in splits: 8 x 16384 keys of one head, 64 query heads, D 128, 41.8 and 35.8 us,
+    15 x 19411, 48 heads, 60.9 and 59.7, 1 x 19411 17.8 and 15.9; 40 heads, D 64, 41.4 and 39.5 (H200, 2026-11-29).
+    """
     if not PACKS_HEADS or not may_pack_heads(problem):
         return False
     group = problem.num_heads // problem.num_heads_kv
     if problem.seqlen_q < MIN_QUERY_ROWS:
-        return problem.seqlen_q * group > 64
+        rows = problem.seqlen_q * group
+        narrow = max(problem.head_dim, problem.head_dim_v) <= 128
+        return rows > 64 or (rows > 32 and problem.seqlen_k >= MANY_KEYS and narrow)
     alone, packed = group * ceil_div(problem.seqlen_q, 128), ceil_div(problem.seqlen_q, 128 // group)
     return 4 * packed <= 3 * alone
 
@@ -72,6 +93,11 @@ def rows_of_heads(problem: AttentionProblem) -> AttentionProblem:
 
 def packed_heads_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
     """The tile with packed heads: that of as many rows of one head, without a half tile (its bounds are rows)."""
+    few = problem.seqlen_q * problem.num_heads <= 64 * problem.num_heads_kv
+    if few and max(problem.head_dim, problem.head_dim_v) <= 128:
+        return Tile(
+            block_m=64, block_n=64, num_stages=4, num_stages_q=2, ping_pong=False, lazy_max=True, packed_heads=True
+        )
     return replace(large_tile(rows_of_heads(problem), num_sms), half_tile=False, packed_heads=True)
 
 
@@ -96,7 +122,7 @@ def reasons_for_portable(problem: AttentionProblem, *, arch: str, smem_limit: in
         tiles = packed_slots(problem.q.shape[1], problem.batch, 64)
     if (tiles + 1) * problem.num_heads >= 2**31:
         found.append("there are 2^31 query tiles")
-    found += reasons_against_size(problem)
+    found += reasons_against_size(problem, least_query_rows(problem))
     for name in ("q", "k", "v"):
         found += reasons_against(name, getattr(problem, name), 2)
     for name, operand in (("bias", problem.bias), ("mask", problem.mask)):
@@ -153,22 +179,26 @@ def _packed_plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) ->
     )
 
 
-def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> ForwardPlanSpec:
-    """The launch of ``problem`` with ``tile``."""
+def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int, num_splits: int = 1) -> ForwardPlanSpec:
+    """The launches of ``problem`` with ``tile``; several ``num_splits`` of one that `may_split`."""
     if problem.varlen:
         return _packed_plan_spec(problem, tile, num_sms=num_sms)
-    config = config_of(problem, tile)
-    num_m_blocks = max(ceil_div(problem.seqlen_q, queries_of_tile(problem, tile)), 1)
+    config = whole = config_of(problem, tile)
+    split = num_splits > 1
+    if split:  # float32 results are what is merged
+        config = replace(whole, split=True, features=replace(whole.features, float32_q=False))
+    # The schedule counts a query tile once for each split.
+    num_m_blocks = max(ceil_div(problem.seqlen_q, queries_of_tile(problem, tile)), 1) * num_splits
     heads = problem.num_heads_kv if tile.packed_heads else problem.num_heads  # that the schedule counts
     all_heads = problem.batch * heads
     num_tiles = all_heads * num_m_blocks
     grid = min(tile.min_blocks_per_sm * num_sms, num_tiles)
     costs = tile_costs(problem, tile)
-    if hands_out(problem, tile, costs, num_sms):
+    if not split and hands_out(problem, tile, costs, num_sms):
         config = replace(config, tickets=True)
     group = heads // problem.num_heads_kv
     head_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // group
-    fixed = problem.band and not config.tickets
+    fixed = problem.band and not (config.tickets or split)
     rounds = pair_rounds(costs, all_heads, grid, head_bytes) if fixed else 0
     head_pairs = ceil_div(num_m_blocks, 2)
     first_head, done = divmod(rounds * grid, head_pairs)
@@ -184,7 +214,16 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
         finding = (plan_launch(problem, words, config, ticket_bytes, bits),)
         if bits:
             finding = (*finding, bits.launch(problem, config, finding[0], num_sms))
+    merging: tuple[Launch, ...] = ()
+    partial_rows = 0
+    if split:
+        partial_rows = num_splits * problem.batch * problem.num_heads * problem.seqlen_q
+        counts = {"num_splits": num_splits, "num_m_blocks": num_m_blocks, "num_sms": num_sms}
+        merging = (combine_launch(problem, whole, arch="sm_90", **counts),)
     return ForwardPlanSpec(
+        num_splits=num_splits,
+        out_partial_bytes=4 * partial_rows * config.head_dim_v,
+        softmax_partial_bytes=8 * partial_rows,
         tile_words_bytes=words_bytes,
         ticket_bytes=ticket_bytes,
         launches=(
@@ -196,7 +235,7 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
                 smem_bytes=smem_bytes(config),
                 params=(
                     ("num_m_blocks", num_m_blocks),
-                    ("num_splits", 1),
+                    ("num_splits", num_splits),
                     ("num_tiles", num_tiles),
                     ("num_heads", heads),
                     ("heads_per_group", problem.num_heads // problem.num_heads_kv),
@@ -210,8 +249,34 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
                 ),
                 tensor_maps=(*_operand_maps(problem, tile), *_score_maps(problem, tile)),
             ),
+            *merging,
         ),
     )
+
+
+def fastest_plan(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> ForwardPlanSpec:
+    """The plan with ``tile``, or with splits of the keys where those are faster.
+
+    A tile of 64 rows that is alone on its multiprocessor makes way for a larger one: with splits there are enough. With
+    few query tiles a diagonal is a small part of the keys, and a tile without one may be faster, whole as well.
+    """
+    if not splits_keys(problem, tile, num_sms):
+        return plan_spec(problem, tile, num_sms=num_sms)
+    dense = replace(problem, window_left=None, window_right=None)
+    if tile.packed_heads:
+        tiles = [tile, packed_heads_tile(dense, num_sms)]
+    else:
+        tiles = [tile, large_tile(problem, num_sms), large_tile(dense, num_sms)]
+    # With a half tile and partial results ptxas would serialise products (C7511).
+    tiles = [x if x == tile else replace(x, half_tile=False) for x in tiles]
+    many = problem.seqlen_k >= MANY_KEYS
+    times = {(x, 1): time_us(problem, x, 1, num_sms) for x in tiles if many or x == tile}
+    for x in {replace(x, half_tile=False) for x in tiles}:
+        times |= {(x, n): time_us(problem, x, n, num_sms) for n in split_counts(problem, x, num_sms)}
+    best, count = min(times, key=lambda x: times[x])
+    if LEAST_GAIN * times[best, count] > times[tile, 1]:
+        best, count = tile, 1
+    return plan_spec(problem, best, num_sms=num_sms, num_splits=count)
 
 
 def _operand_maps(problem: AttentionProblem, tile: Tile) -> tuple[TensorMap, ...]:
@@ -242,17 +307,18 @@ def slower(problem: AttentionProblem, spec: ForwardPlanSpec, *, num_sms: int) ->
     launch = spec.main
     assert isinstance(launch.config, HopperForwardConfig)
     packed, small = launch.config.packed_heads, launch.config.block_m == 64
-    several = launch.config.min_blocks_per_sm > 1 and moved_bytes(problem) < L2_BYTES
+    several = launch.config.min_blocks_per_sm > 1
     if (
         not (packed or several)
         and problem.seqlen_q <= MIN_QUERY_ROWS
+        and problem.seqlen_k <= FEW_KEYS
         and max(problem.head_dim, problem.head_dim_v) <= 64
     ):
         # 64 rows and keys at head dim 64: the portable kernel takes 18 us, this one 25, with several blocks 15. From
-        # memory, 1024 x 64 x 8 on an H100, 101, 111 and 109.
+        # memory, 1000 x 64 x 8 and 400 x 49 x 12, those take 79 and 41 us, the portable kernel 90 and 59 (H200).
         return [f"{problem.seqlen_q} query rows fill half a tile"]
-    tiles = dict(launch.params)["num_tiles"]
-    if tiles <= num_sms and not problem.varlen:
+    tiles = dict(launch.params)["num_tiles"] // spec.num_splits
+    if (tiles <= num_sms or spec.num_splits > 1) and not problem.varlen:
         # A tile alone on its multiprocessor takes 10.7 ns a key (D up to 128), whereas the portable kernel splits the
         # keys and reaches 280 TFLOP/s. A causal mask does not halve the time of the split, because its longest blocks
         # see all of their keys. The times behind this are in docs/experiments.md, "Few query tiles, many keys".
@@ -263,6 +329,11 @@ def slower(problem: AttentionProblem, spec: ForwardPlanSpec, *, num_sms: int) ->
         if small:
             hopper_us = 6 + (0.0075 if widest <= 64 else 0.0095 * max(1, widest / 160)) * problem.seqlen_k
         portable_us = 12 + flops / 280e6
+        if may_split(problem) and launch.config.min_blocks_per_sm == 1:
+            # Of tiles with empty rows 197 x 2048 x 12, D 64, takes 22 us, 300 x 5000 x 16, D 72, 51.
+            hopper_us = time_us(problem, tile_of(Tile, launch.config), spec.num_splits, num_sms)
+            rows = problem.seqlen_q * (problem.num_heads // problem.num_heads_kv if packed else 1)
+            portable_us = 14 + flops * ceil_div(rows, 128) * 128 / rows / 260e6
         if portable_us < hopper_us and problem.window_left is None:
             return [f"{tiles} query tiles leave most of {num_sms} multiprocessors idle; split keys fill them"]
     return []
@@ -274,23 +345,28 @@ def choose_forward(
     """The plan of the forward pass, or every reason why the portable family has to serve ``problem``."""
     if packs_heads(problem):
         found = packed_heads_plan(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
-        if not isinstance(found, list):
+        few = problem.seqlen_q * problem.num_heads <= 64 * problem.num_heads_kv
+        if not isinstance(found, list) and (found.num_splits > 1 or not few):
             return found
     reasons = reasons_for_portable(problem, arch=arch, smem_limit=smem_limit)
-    return reasons or plan_spec(problem, choose_tile(problem, num_sms), num_sms=num_sms)
+    return reasons or fastest_plan(problem, choose_tile(problem, num_sms), num_sms=num_sms)
 
 
 def plan_like(
-    config: HopperForwardConfig, problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int
+    like: ForwardPlanSpec, problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int
 ) -> ForwardPlanSpec | list[str]:
-    """The plan of a part with the tile of the whole's ``config``, or every reason against it."""
-    tile = tile_of(Tile, config)
+    """The plan of a part with the tile and the splits of the whole's plan ``like``, or every reason against it."""
+    if like.num_splits > 1 and not may_split(problem):
+        return ["partial results of its keys cannot be merged"]
+    tile = tile_of(Tile, like.main.config)
     if problem.window_right is None:
         tile = replace(tile, half_tile=False)  # there is no diagonal: what it leaves out adds zeros
     if tile.packed_heads and not may_pack_heads(problem):
         return ["the heads of a group cannot be rows of a tile"]
     rows = rows_of_heads(problem) if tile.packed_heads else problem
-    return reasons_for_portable(rows, arch=arch, smem_limit=smem_limit) or plan_spec(problem, tile, num_sms=num_sms)
+    return reasons_for_portable(rows, arch=arch, smem_limit=smem_limit) or plan_spec(
+        problem, tile, num_sms=num_sms, num_splits=like.num_splits
+    )
 
 
 def narrower(problem: AttentionProblem, *, num_sms: int) -> list[ForwardPlanSpec]:
@@ -310,7 +386,7 @@ def packed_heads_plan(
 ) -> ForwardPlanSpec | list[str]:
     """The plan with packed heads, of a problem that `may_pack_heads`, or every reason against it."""
     reasons = reasons_for_portable(rows_of_heads(problem), arch=arch, smem_limit=smem_limit)
-    return reasons or plan_spec(problem, packed_heads_tile(problem, num_sms), num_sms=num_sms)
+    return reasons or fastest_plan(problem, packed_heads_tile(problem, num_sms), num_sms=num_sms)
 
 
 def _other_rows(problem: AttentionProblem, tile: Tile) -> list[Tile]:
@@ -376,4 +452,14 @@ def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit
     tiles = list(dict.fromkeys(tiles))
     fitting = [x for x in tiles if smem_bytes(config_of(problem, x)) <= smem_limit]
     plans = [plan_spec(problem, x, num_sms=num_sms) for x in fitting]
-    return [*plans[:1], *packed, *plans[1:]]
+    return [*plans[:1], *packed, *_other_splits(problem, chosen, num_sms=num_sms), *plans[1:]]
+
+
+def _other_splits(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> list[ForwardPlanSpec]:
+    """Where keys are split, half as many splits and twice as many."""
+    found = fastest_plan(problem, tile, num_sms=num_sms)
+    if found.num_splits == 1:
+        return []
+    of_split = tile_of(Tile, found.main.config)
+    counts = [x for x in (found.num_splits // 2, 2 * found.num_splits) if 1 < x <= most_splits(problem, of_split)]
+    return [plan_spec(problem, of_split, num_sms=num_sms, num_splits=x) for x in counts]

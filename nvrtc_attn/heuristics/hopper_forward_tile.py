@@ -19,7 +19,7 @@ from .hopper_forward_config import (
     smem_bytes,
 )
 from .hopper_forward_wide import wide_direct_tile, wide_score_tiles, wide_tile, widest_tile
-from .hopper_small import are_alone, small_tile
+from .hopper_small import are_alone, in_few_waves, small_tile
 from .tensor_map import score_reasons_against
 from .tile_words import bits_pay
 
@@ -339,6 +339,9 @@ def _rows_of_narrow(problem: AttentionProblem, num_sms: int) -> int:
     # Scores that are more than products and max_logit: 8 to 108 bytes of a thread would spill.
     mapped = problem.softcap > 0 or problem.softmax_scale <= 0 or problem.modifier is not None
     if problem.return_max_logit and mapped:
+        return 128
+    even = not (problem.varlen or problem.band or problem.seqused_k or score_operands(problem) or mapped)
+    if even and in_few_waves(problem, num_sms) == 128:
         return 128
     return 192 if 464 * ceil_div(rows, 192) * 192 <= 573 * ceil_div(rows, 128) * 128 else 128
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ..front.problem import AttentionProblem
 from .common import ceil_div
-from .hopper_common import score_operands
+from .hopper_common import MIN_QUERY_ROWS, score_operands
 from .hopper_forward_config import KEY_TILE_OVERHEAD_COLUMNS, Tile, fitted_columns
 from .hopper_forward_schedule import key_tiles_of_rows
 from .hopper_forward_wide import few_rows
@@ -25,6 +25,14 @@ BLOCKS: Final = {64: 3, 128: 2}
 """On a multiprocessor, by head dim."""
 LEAST_GAIN: Final = {64: 1.03, 128: 1.06}
 """Of an estimate that is within 10 % of what was measured."""
+FEW_WAVES: Final = 4
+"""Tiles of 192 rows for each multiprocessor, up to which `in_few_waves` decides."""
+FEWEST_KEYS: Final = 256
+LEAST_GAIN_OF_128: Final = 1.02
+LEAST_GAIN_EVEN: Final = 1.0
+"""The same up to head dim 64 where all query tiles have as much work and come in several waves: 2 x 889 x 16, of which
+the estimate is 1.03, gains 1.17, 36 x 256 x 6 1.14 (1.16), 13 x 256 x 20 1.04 (1.12); 1 x 2000 x 20 would lose 0.87
+(0.95). In one wave 1 x 1500 x 6 and 1 x 1408 x 1024 x 10 lost 0.98 where the estimate was 1 (H200, 2026-11-29)."""
 LEAST_GAIN_MAPPED: Final = 0.96
 """The same at head dim 128 with softcap, whose arithmetic beside products of other blocks the estimate leaves out."""
 _GAP_US: Final = {(192, 64): 2.0, (128, 64): 1.56, (64, 64): 2.0, (128, 128): 2.8, (64, 128): 2.43}
@@ -49,6 +57,14 @@ def small_tile(problem: AttentionProblem, tile: Tile, num_sms: int) -> Tile | No
         return None  # not measured, and with dropout 20 bytes and more would spill
     if are_alone(problem, 64, num_sms):
         return few_rows(problem, tile)
+    if problem.seqlen_q <= MIN_QUERY_ROWS and not problem.varlen:
+        # 34 to 64 rows at head dims 72 to 128: two blocks take 0.79 to 0.95 of the time of 128 rows, three at 32 and 64
+        # 0.59 to 0.73 (H200, 2026-11-29).
+        return (
+            several_blocks(problem, tile)
+            if max(problem.head_dim, problem.head_dim_v) <= 128
+            else few_rows(problem, tile)
+        )
     widest = shared_width(problem)
     if not widest or tile.block_m == 64:
         return None
@@ -58,12 +74,28 @@ def small_tile(problem: AttentionProblem, tile: Tile, num_sms: int) -> Tile | No
     several = several_blocks(problem, tile)
     gain = _time(problem, known, widest, num_sms) / _time(problem, several, widest, num_sms) / faster
     mapped = widest == 128 and problem.softcap > 0
-    return several if gain > (LEAST_GAIN_MAPPED if mapped else LEAST_GAIN[widest]) else None
+    even = widest == 64 and not (problem.varlen or problem.band or are_alone(problem, 64, BLOCKS[64] * num_sms))
+    least = LEAST_GAIN_MAPPED if mapped else LEAST_GAIN_EVEN if even else LEAST_GAIN[widest]
+    return several if gain > least else None
 
 
 def are_alone(problem: AttentionProblem, rows: int, num_sms: int) -> bool:
     """Whether every tile of so many query rows has a multiprocessor to itself; not known of packed sequences."""
     return not problem.varlen and problem.batch * problem.num_heads * ceil_div(problem.seqlen_q, rows) <= num_sms
+
+
+def in_few_waves(problem: AttentionProblem, num_sms: int) -> int:
+    """128 or 192 query rows up to head dim 64, by the estimate; 0 where waves are too many for it to decide.
+
+    128 took 0.87 of the time of 192 for 2 x 889 x 16 (the estimate: 0.90), 0.89 for 4 x 512 x 16 (0.89), 1.17 for 4 x
+    700 x 12 (1.4), 1.09 for 5 x 384 x 40 (1.09; H200, 2026-11-29).
+    """
+    if problem.seqlen_k < FEWEST_KEYS or problem.batch * problem.num_heads * ceil_div(problem.seqlen_q, 192) > (
+        FEW_WAVES * num_sms
+    ):
+        return 0
+    large, small = (_time_of_tiles(problem, Tile(block_m=rows, block_n=128), 64, num_sms) for rows in (192, 128))
+    return 128 if LEAST_GAIN_OF_128 * small < large else 192
 
 
 def _measured(problem: AttentionProblem, tile: Tile, widest: int) -> tuple[Tile, float]:
@@ -96,7 +128,7 @@ def shared_width(problem: AttentionProblem) -> int:
 
 def several_blocks(problem: AttentionProblem, tile: Tile) -> Tile:
     """Without a mask of positions tiles of 48 keys where 64 leave more of the last one empty: 96 keys 1.15 and 1.01."""
-    columns, widest = 64, shared_width(problem)
+    columns, widest = 64, 64 if max(problem.head_dim, problem.head_dim_v) <= 64 else 128
     if widest == 64 and not (problem.band or problem.varlen or problem.seqused_k):
         columns = min((64, 48), key=lambda x: ceil_div(problem.seqlen_k, x) * (x + KEY_TILE_OVERHEAD_COLUMNS))
     return replace(
@@ -131,6 +163,9 @@ def _time_of_tiles(problem: AttentionProblem, tile: Tile, widest: int, num_sms: 
         return longest * (shared[on_each] if blocks > 1 else 1)
     if problem.varlen or problem.band:
         return max(longest, tiles * float(np.mean(costs)) / workers)
+    if blocks == BLOCKS[64]:  # those of the last wave have fewer beside them
+        waves, rest = divmod(int(tiles), workers)
+        return longest * (waves + _SHARED.get(ceil_div(rest, num_sms), 0.0))
     return longest * ceil_div(int(tiles), workers)
 
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ..base.errors import UnsupportedError
-from ..front.operands import OPERANDS, unread_by
+from ..front.operands import unread_by
 from ..front.problem import AttentionProblem
-from ..jit.config import Features, ForwardConfig
-from .common import ceil_div, features_of, is_vectorizable, maps_scores, packed_slots, round_up, tile_of
+from ..jit.config import ForwardConfig
+from .common import ceil_div, features_of, is_vectorizable, packed_slots, round_up, tile_of
+from .forward_combine import MAX_PARTIAL_BYTES, combine_launch
 from .portable_common import MEASURED_SMEM, MIN_WARPS, warps_per_sm
 from .portable_forward_config import MAX_SPLITS, Tile, smem_bytes, with_tile
 from .portable_forward_splits import CLUSTERS, may_be_wide, may_cluster, resident_blocks, splits_by_waves, stream_keys
@@ -19,11 +20,8 @@ from .tile_words import pays as words_pay
 from .tile_words import plan_launch, with_words, words_of
 
 MAX_HEAD_DIM: Final = 512
-MAX_PARTIAL_BYTES: Final = 256 << 20
-"""Bound of the split-keys workspace: past it there are enough query blocks to fill any GPU without splitting."""
 PACKED_QUERIES: Final = 64
 """Below this many queries, the heads that share a key head share a tile; from here on a head fills one of its own."""
-COMBINE_WARPS: Final = 4
 L2_BYTES: Final = 16 << 20
 """K and V of the heads whose query tiles are interleaved under a mask, a third of the L2 of an H200 (50 MB).
 
@@ -184,23 +182,8 @@ def choose_forward(
 
     # Float32 results come from float32 partial ones, even of a single split: one more kernel converts anyway.
     split_config = replace(config, split=True, features=replace(config.features, float32_q=False))
-    combine_config = ForwardConfig(
-        kernel="combine",
-        arch=arch,
-        dtype=problem.dtype,
-        head_dim=config.head_dim_v,
-        head_dim_v=config.head_dim_v,
-        block_m=COMBINE_WARPS if num_rows >= 8 * num_sms else 1,
-        block_n=16,
-        num_warps=COMBINE_WARPS if num_rows >= 8 * num_sms else 2 * COMBINE_WARPS,
-        legacy_mma=legacy_mma,
-        # Scores that the kernel over splits maps are in natural units, others in those of q.k: kMapsScores.
-        features=Features(
-            varlen=problem.varlen,
-            prescale=maps_scores(config.features),
-            float32_q=config.features.float32_q,
-            optional=" ".join(name for name in problem.further_inputs if OPERANDS[name].behind),
-        ),
+    combine = combine_launch(
+        problem, config, arch=arch, num_splits=num_splits, num_m_blocks=num_m_blocks, num_sms=num_sms
     )
     return ForwardPlanSpec(
         launches=(
@@ -212,13 +195,7 @@ def choose_forward(
                 smem_bytes=smem_bytes(split_config),
                 params=(("num_m_blocks", num_m_blocks), ("num_splits", num_splits), ("head_group", 1), *words_params),
             ),
-            Launch(
-                config=combine_config,
-                grid=ceil_div(num_rows, combine_config.block_m) + (problem.num_heads if problem.varlen else 0),
-                block=combine_config.num_threads,
-                smem_bytes=smem_bytes(combine_config),
-                params=(("num_m_blocks", num_m_blocks), ("num_splits", num_splits)),
-            ),
+            combine,
         ),
         num_splits=num_splits,
         out_partial_bytes=4 * num_splits * num_rows * config.head_dim_v,

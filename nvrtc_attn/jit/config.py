@@ -123,6 +123,8 @@ class HopperForwardConfig(KernelConfig):
     score_tiles: bool = False
     """The copy engine brings bias and mask as tiles; otherwise every thread reads its own elements."""
     num_stages_scores: int = 2
+    split: bool = field(default=False, metadata=GIVEN)
+    """Partial results of shares of the keys go to a workspace, for ``combine``."""
     begins_products: bool = False
     """Products begin with what a score_mod adds, which warps of the loading group compute for each diagonal."""
 

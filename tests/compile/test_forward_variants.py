@@ -14,7 +14,8 @@ from nvrtc_attn.base.errors import UnsupportedError
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout
 from nvrtc_attn.heuristics import portable_forward
 from nvrtc_attn.heuristics.common import features_of, is_vectorizable
-from nvrtc_attn.heuristics.portable_forward import MAX_PARTIAL_BYTES, choose_forward
+from nvrtc_attn.heuristics.forward_combine import MAX_PARTIAL_BYTES
+from nvrtc_attn.heuristics.portable_forward import choose_forward
 from nvrtc_attn.heuristics.portable_forward_config import smem_bytes
 from nvrtc_attn.heuristics.spec import ForwardPlanSpec
 from nvrtc_attn.jit.config import Features, ForwardConfig, KernelConfig

@@ -353,7 +353,11 @@ def test_preparation_by_length() -> None:
         assert [chosen(head_dim, n, **CAUSAL) for n in (4096, 4097)] == [True, False]
     # Few key tiles or few keys: the start of the kernel would be spent waiting for rows.
     waves = problem(64, seqlen_q=1024, seqlen_k=1024)
-    assert [hopper_backward_tile.choose_tile(waves, n).fused for n in (31, 32)] == [True, False]
+    assert [hopper_backward_tile.choose_tile(waves, n).fused for n in (21, 22)] == [True, False]
+    banded = dataclasses.replace(waves, window_right=0)
+    assert [hopper_backward_tile.choose_tile(banded, n).fused for n in (15, 16)] == [True, False]
+    wider = problem(128, seqlen_q=1024, seqlen_k=1024)
+    assert [hopper_backward_tile.choose_tile(wider, n).fused for n in (31, 32)] == [True, False]
     assert [chosen(64, 2048, seqlen_k=n) for n in (1024, 1000)] == [True, False]
     assert not chosen(128, 1024, seqlen_k=300)
     for head_dim in (64, 128):
@@ -385,6 +389,25 @@ def test_queries_of_a_tile_by_length() -> None:
         {"mask": MASK}, {"dropout_p": 0.1},
     ):  # fmt: skip
         assert chosen(128, 4096, **changes) == (64, False), changes
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "queries", "changes", "expected"),
+    [
+        (128, 247, {}, 64), (128, 247, CAUSAL, 64), (128, 500, {}, 64), (128, 256, {}, 64),
+        (128, 150, {}, 80), (128, 200, {}, 80), (128, 300, {}, 80), (128, 400, {}, 80), (128, 4097, {}, 80),
+        (64, 300, {}, 64), (64, 440, CAUSAL, 64), (64, 176, CAUSAL, 64), (64, 500, {}, 128), (64, 700, CAUSAL, 128),
+    ],
+)  # fmt: skip
+def test_tiles_of_64_queries_where_others_stay_empty(
+    head_dim: int, queries: int, changes: dict[str, Any], expected: int
+) -> None:
+    """With rows that are prepared apart; with ``fused`` 64 queries must leave more rows less empty."""
+    asked = problem(head_dim, seqlen_q=queries, seqlen_k=queries, **changes)
+    assert hopper_backward_tile.choose_tile(asked, 132).block_m == expected
+    fused = hopper_backward_tile.choose_tile(asked, 1)
+    if head_dim == 64 and queries != 4097:
+        assert (fused.fused, fused.block_m) == (True, 64 if queries == 176 else 128)
 
 
 def test_few_key_heads_share_their_query_heads_among_blocks() -> None:

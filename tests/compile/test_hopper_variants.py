@@ -10,7 +10,12 @@ import pytest
 
 from nvrtc_attn import heuristics
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout, dense_layout
-from nvrtc_attn.heuristics import hopper_forward, hopper_forward_config, hopper_forward_tile
+from nvrtc_attn.heuristics import (
+    hopper_forward,
+    hopper_forward_config,
+    hopper_forward_splits,
+    hopper_forward_tile,
+)
 from nvrtc_attn.heuristics.spec import ForwardPlanSpec
 from nvrtc_attn.jit.codegen import entry_source
 from nvrtc_attn.jit.compile import CompiledKernel, compile_source
@@ -257,6 +262,161 @@ def test_tiles_of_packed_heads_have_whole_groups(heads: int, heads_kv: int, quer
     assert q.box == (64, heads // heads_kv, per_tile)
 
 
+def split_keys(head_dim: int, head_dim_v: int = 0, *, packs: bool = False, rows: int = 0, **changes: Any) -> Any:
+    """The plan of few query tiles and 8192 keys, in four splits; ``rows`` of a tile other than the table's."""
+    sizes = {"num_heads": 8, "num_heads_kv": 2 if packs else 8, "seqlen_q": 128, "seqlen_k": 8192, "batch": 1}
+    sizes |= {name: changes.pop(name) for name in tuple(changes) if name in sizes}
+    q, k, v = (
+        dense_layout((sizes["batch"], sizes[tokens], sizes[heads], d), "bfloat16")
+        for tokens, heads, d in (
+            ("seqlen_q", "num_heads", head_dim),
+            ("seqlen_k", "num_heads_kv", head_dim),
+            ("seqlen_k", "num_heads_kv", head_dim_v or head_dim),
+        )
+    )
+    asked = problem(head_dim, head_dim_v or head_dim, **{**sizes, **changes, "q": q, "k": k, "v": v})
+    assert hopper_forward_splits.may_split(asked)
+    tile = (hopper_forward.packed_heads_tile if packs else hopper_forward_tile.large_tile)(asked)
+    tile = dataclasses.replace(tile, half_tile=False, block_m=rows or tile.block_m)
+    return hopper_forward.plan_spec(asked, tile, num_sms=132, num_splits=4)
+
+
+SPLIT_KEYS: dict[str, dict[str, Any]] = {
+    **{f"d{d}": {"head_dim": d} for d in (32, 64, 72, 96, 128, 192, 256)},
+    **{f"d{d}_causal": {"head_dim": d, **CAUSAL} for d in (64, 96, 128, 192, 256)},
+    **{f"d{d}_long_causal": {"head_dim": d, "seqlen_q": 2048, **CAUSAL} for d in (64, 96, 128)},
+    **{f"d{d}_64_rows": {"head_dim": d, "rows": 64} for d in (64, 128)},
+    "d128_packed_192_rows": {"head_dim": 128, "packs": True, "rows": 192, **CAUSAL},
+    "d64_packed": {"head_dim": 64, "packs": True, **CAUSAL},
+    **{f"d{d}_packed_64_rows": {"head_dim": d, "packs": True, "seqlen_q": 12, **CAUSAL} for d in (64, 128)},
+    "d192_dv128": {"head_dim": 192, "head_dim_v": 128},
+    "d128_window": {"head_dim": 128, "window_left": 100, "window_right": 20},
+    "d128_softcap": {"head_dim": 128, "softcap": 30.0},
+    "d64_softcap_long": {"head_dim": 64, "seqlen_q": 2048, "softcap": 30.0},
+    "d64_negative_scale": {"head_dim": 64, "softmax_scale": -0.1},
+    "d64_seqused_k": {"head_dim": 64, "seqused_k": True, "seqlen_q": 2048},
+    "d128_seqused_k_causal": {"head_dim": 128, "seqused_k": True, **CAUSAL},
+}
+
+
+def split_keys_config(name: str) -> HopperForwardConfig:
+    config = split_keys(**SPLIT_KEYS[name]).main.config
+    assert isinstance(config, HopperForwardConfig)
+    assert config.split
+    return config
+
+
+@pytest.mark.slow(sample=["d128", "d64_packed"])
+@pytest.mark.compiles(kernels=lambda name: [split_keys_config(name)])
+@pytest.mark.parametrize("name", SPLIT_KEYS)
+def test_split_keys_compile_clean(name: str) -> None:
+    kernel = compiled(split_keys_config(name))
+    assert not re.search(r"C75\d\d|warning", kernel.log), kernel.log
+    assert kernel.spill_bytes == kernel.stack_bytes == 0
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_the_schedule_counts_query_tiles_once_for_each_split(packs: bool) -> None:
+    spec = split_keys(128, packs=packs, batch=2, **CAUSAL)
+    params, main, merging = dict(spec.main.params), *spec.launches
+    tiles = 2 * (2 if packs else 8) * -(-128 * (4 if packs else 1) // main.config.block_m)
+    assert (params["num_splits"], params["num_tiles"], main.grid) == (4, 4 * tiles, min(4 * tiles, 132))
+    assert params["num_m_blocks"] * 2 * params["num_heads"] == params["num_tiles"]
+    assert (params["pair_rounds"], params["tail_whole_heads"]) == (0, 2 * params["num_heads"])
+    assert (merging.config.kernel, merging.config.head_dim_v) == ("combine", 128)
+    rows = 4 * 2 * 128 * 8
+    assert [(x.field, x.nbytes) for x in spec.workspaces] == [
+        ("out_partial", 4 * 128 * rows),
+        ("softmax_partial", 8 * rows),
+    ]
+
+
+def few_tiles(batch: int, queries: int, keys: int, heads: int, heads_kv: int, **changes: Any) -> AttentionProblem:
+    q, k = (dense_layout((batch, rows, n, 128), "bfloat16") for rows, n in ((queries, heads), (keys, heads_kv)))
+    sizes = {"batch": batch, "seqlen_q": queries, "seqlen_k": keys, "num_heads": heads, "num_heads_kv": heads_kv}
+    return problem(128, q=q, k=k, v=k, **sizes, **changes)
+
+
+FEW_TILES = {
+    "speculative": few_tiles(15, 4, 25472, 48, 1, **CAUSAL),
+    "a_chunk_of_a_prompt": few_tiles(1, 256, 32768, 32, 8, **CAUSAL),
+    "one_head": few_tiles(1, 4096, 4096, 1, 1),
+    "resampler": few_tiles(1, 64, 16384, 32, 8),
+    "decoding_of_48_heads_on_one": few_tiles(15, 1, 19411, 48, 1),
+    "lengths_on_the_device": few_tiles(2, 128, 16384, 32, 8, seqused_k=True),
+}
+
+
+@pytest.mark.parametrize("name", FEW_TILES)
+def test_few_query_tiles_of_many_keys_are_split(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": SMEM_LIMIT}
+    spec = heuristics.choose_forward(FEW_TILES[name], **target)
+    assert (spec.main.config.kernel, spec.num_splits > 1) == ("forward_hopper", True)
+    assert spec.num_splits * 256 <= FEW_TILES[name].seqlen_k
+    assert spec.main.grid >= 64
+    monkeypatch.setattr(hopper_forward_splits, "SPLITS_KEYS", False)
+    whole = heuristics.choose_forward(FEW_TILES[name], **target)
+    assert (whole.main.config.kernel, whole.num_splits) != ("forward_hopper", spec.num_splits)
+    assert getattr(whole.main.config, "split", False) == (whole.main.config.kernel == "forward_portable")
+
+
+def test_numbers_of_splits_fill_waves_of_multiprocessors() -> None:
+    asked = FEW_TILES["speculative"]  # 15 query tiles
+    tile = hopper_forward.packed_heads_tile(asked)
+    assert hopper_forward_splits.split_counts(asked, tile, 132) == [8, 17, 26, 35, 44, 52]
+    assert hopper_forward_splits.split_counts(asked, tile, 20) == [2, 4, 5, 6, 8]
+    short = few_tiles(1, 128, 1100, 4, 4)  # four shares of 256 keys
+    tile = hopper_forward_tile.large_tile(short)
+    assert hopper_forward_splits.most_splits(short, tile) == 4
+    assert hopper_forward_splits.split_counts(short, tile, 132) == [4]
+
+
+def test_few_rows_of_packed_heads_stay_portable_without_splits() -> None:
+    """Up to 64 rows are packed for long keys alone, and where those are split."""
+    target: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": SMEM_LIMIT}
+    for asked in (few_tiles(15, 1, 2048, 48, 1), few_tiles(200, 1, 8192, 64, 1), few_tiles(15, 1, 19411, 32, 1)):
+        assert heuristics.choose_forward(asked, **target).main.config.kernel == "forward_portable"
+
+
+def test_what_is_not_split() -> None:
+    """Many query tiles, few keys, and all that beside scores needs the workspace or another merging kernel."""
+    many, short = few_tiles(8, 2048, 2048, 32, 8), few_tiles(4, 512, 512, 16, 16)
+    for asked in (many, short):
+        spec = hopper_forward.choose_forward(asked, arch="sm_90", num_sms=132, smem_limit=SMEM_LIMIT)
+        assert not isinstance(spec, list)
+        assert spec.num_splits == 1
+    assert hopper_forward_splits.may_split(many)
+    for changes in ({"bias": SCORES}, {"mask": MASK}, {"dropout_p": 0.1}, {"varlen": True}, {"sm_margin": 0},
+                    {"return_max_logit": True}):  # fmt: skip
+        assert not hopper_forward_splits.may_split(problem(64, **changes))
+
+
+def test_the_autotuner_knows_other_numbers_of_splits() -> None:
+    target: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": SMEM_LIMIT}
+    found = heuristics.forward_candidates(FEW_TILES["a_chunk_of_a_prompt"], **target)
+    counts = {spec.num_splits for spec in found.values() if spec.main.config.kernel == "forward_hopper"}
+    assert len(counts) > 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "queries", "heads", "head_dim", "rows", "blocks"),
+    [(4, 55, 16, 256, 64, 1), (8, 60, 12, 128, 64, 1), (32, 60, 16, 128, 64, 2), (64, 50, 12, 64, 64, 3),
+     (100, 50, 8, 80, 64, 2), (64, 36, 16, 192, 64, 1), (64, 64, 12, 96, 64, 2)],
+)  # fmt: skip
+def test_a_head_of_few_rows_has_a_tile_of_64(
+    batch: int, queries: int, heads: int, head_dim: int, rows: int, blocks: int
+) -> None:
+    layout = dense_layout((batch, queries, heads, head_dim), "bfloat16")
+    sizes = {"batch": batch, "seqlen_q": queries, "seqlen_k": queries, "num_heads": heads, "num_heads_kv": heads}
+    asked = problem(head_dim, q=layout, k=layout, v=layout, **sizes)
+    target: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": SMEM_LIMIT}
+    config = heuristics.choose_forward(asked, **target).main.config
+    assert (config.kernel, config.block_m, config.min_blocks_per_sm) == ("forward_hopper", rows, blocks)
+    if queries < 64:
+        other = dataclasses.replace(asked, dropout_p=0.1)
+        assert heuristics.choose_forward(other, **target).main.config.kernel == "forward_portable"
+
+
 def test_packed_heads_are_a_choice_of_one_constant(monkeypatch: pytest.MonkeyPatch) -> None:
     """Off, neither the table nor the autotuner takes them; on, where rows fill a tile that queries of a head do not."""
     target: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": SMEM_LIMIT}
@@ -275,10 +435,10 @@ def test_packed_heads_are_a_choice_of_one_constant(monkeypatch: pytest.MonkeyPat
         asked(16, 16, 4096, 28, 4),
         asked(64, 8, 4096, 64, 4),
         asked(16, 64, 2048, 16, 4),
+        asked(1, 16, 8192, 64, 8),  # few tiles: keys are split
     )
     other = (
         asked(64, 1, 4096, 32, 8),  # few rows: the memory's time
-        asked(1, 16, 8192, 64, 8),  # few tiles: keys are split
         asked(4, 100, 2048, 32, 8),  # seven tiles instead of eight
         asked(2, 4096, 4096, 32, 8),
         asked(16, 16, 4096, 8, 8),
@@ -289,7 +449,7 @@ def test_packed_heads_are_a_choice_of_one_constant(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(hopper_forward, "PACKS_HEADS", True)
     assert all(map(packs, full))
     assert not any(map(packs, other))
-    assert any("packed_heads" in name for name in heuristics.forward_candidates(other[2], **target))
+    assert any("packed_heads" in name for name in heuristics.forward_candidates(other[1], **target))
 
 
 def test_what_cannot_pack_heads() -> None:

@@ -1,4 +1,5 @@
-"""Few keys and few queries: dq of one key tile is stored; splits are a cluster; heads are rows of one Hopper tile."""
+"""Few keys and few queries: dq of one key tile is stored; splits are a cluster; a Hopper tile has rows of several
+heads, and its keys are split."""
 
 from __future__ import annotations
 
@@ -387,3 +388,75 @@ def test_packed_heads_with_lengths_on_the_device(planned: Any) -> None:
     torch.testing.assert_close(found[0], expected[0], atol=2**-8, rtol=1e-2)
     torch.testing.assert_close(found[1], expected[1], atol=1e-4, rtol=1e-5)
     assert all(spec.main.config.packed_heads for spec in made)
+
+
+def split_keys(splits: int, packs: bool = False) -> Any:
+    """Plans of the Hopper kernel with so many splits of the keys."""
+
+    def choose(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int) -> Any:
+        tile = (hopper_forward.packed_heads_tile if packs else hopper_forward_tile.choose_tile)(problem, num_sms)
+        return hopper_forward.plan_spec(problem, tile, num_sms=num_sms, num_splits=splits)
+
+    return choose
+
+
+SPLIT: dict[str, dict[str, Any]] = {
+    "few_tiles": {"seqlen_q": 128, "seqlen_k": 2000, "num_heads": 4, "head_dim": 128},
+    "causal": {"seqlen_q": 200, "seqlen_k": 3000, "num_heads": 3, "head_dim": 64, "causal": True},
+    "long_and_causal": {"seqlen_q": 1500, "seqlen_k": 1500, "num_heads": 2, "head_dim": 128, "causal": True},
+    "window": {"seqlen_q": 200, "seqlen_k": 1500, "num_heads": 4, "head_dim": 128, "window_size": (300, 10)},
+    "empty_shares": {"seqlen_q": 70, "seqlen_k": 300, "num_heads": 4, "head_dim": 64},
+    "rows_without_keys": {"seqlen_q": 300, "seqlen_k": 200, "num_heads": 4, "head_dim": 128, "causal": True},
+    "softcap": {"seqlen_q": 100, "seqlen_k": 1555, "num_heads": 4, "head_dim": 128, "softcap": 5.0},
+    "negative_scale": {"seqlen_q": 100, "seqlen_k": 1555, "num_heads": 4, "head_dim": 64, "softmax_scale": -0.2},
+    "head_of_72": {"seqlen_q": 150, "seqlen_k": 1555, "num_heads": 4, "head_dim": 72, "dtype": "float16"},
+    "mla": {"seqlen_q": 130, "seqlen_k": 1555, "num_heads": 4, "head_dim": 192, "head_dim_v": 128, "causal": True},
+    "head_of_256": {"seqlen_q": 100, "seqlen_k": 1555, "num_heads": 4, "head_dim": 256},
+    "grouped": {"seqlen_q": 100, "seqlen_k": 1555, "num_heads": 8, "num_heads_kv": 2, "head_dim": 128},
+    "strided": {"seqlen_q": 100, "seqlen_k": 1555, "num_heads": 4, "head_dim": 64, "layout": "bhmk"},
+}  # fmt: skip
+
+
+@HOPPER_ONLY
+@pytest.mark.parametrize("splits", [2, 3, 7])
+@pytest.mark.parametrize("name", SPLIT)
+def test_split_keys_of_the_hopper_kernel(name: str, splits: int, planned: Any) -> None:
+    case = cases.make_case(f"short-split-{name}", **{"dtype": "bfloat16", "batch": 3, **SPLIT[name]})
+    run = Run(case)
+    exact, low = oracle(case, run.arrays)
+    made = planned(split_keys(splits))
+    assert not failures(case, run.forward(), exact, low, run.arrays)
+    assert all((spec.main.config.kernel, spec.num_splits) == ("forward_hopper", splits) for spec in made)
+
+
+@HOPPER_ONLY
+@pytest.mark.parametrize("splits", [2, 5])
+@pytest.mark.parametrize("name", PACKED)
+def test_split_keys_of_packed_heads(name: str, splits: int, planned: Any) -> None:
+    case = cases.make_case(f"short-split-packed-{name}", **{"dtype": "bfloat16", "batch": 3, **PACKED[name]})
+    run = Run(case)
+    exact, low = oracle(case, run.arrays)
+    made = planned(split_keys(splits, packs=True))
+    assert not failures(case, run.forward(), exact, low, run.arrays)
+    assert all(spec.main.config.packed_heads and spec.num_splits == splits for spec in made)
+
+
+@HOPPER_ONLY
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("splits", [2, 8])
+def test_splits_of_lengths_on_the_device(splits: int, packs: bool, planned: Any) -> None:
+    """Lengths that leave shares empty, and keys behind them that are NaN."""
+    import nvrtc_attn.torch as na
+
+    q = torch.randn(5, 70, 8, 128, device=DEVICE, dtype=torch.bfloat16)
+    k, v = (torch.randn(5, 2000, 2, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    used = torch.tensor([1990, 0, 5, 131, 1030], dtype=torch.int32, device=DEVICE)
+    for b, length in enumerate(used.tolist()):
+        k[b, length:] = v[b, length:] = float("nan")
+    expected = [na.attention(q, k, v, seqused_k=used, causal=causal, return_lse=True) for causal in (False, True)]
+    made = planned(split_keys(splits, packs))
+    for causal in (False, True):
+        found = na.attention(q, k, v, seqused_k=used, causal=causal, return_lse=True)
+        torch.testing.assert_close(found[0], expected[causal][0], atol=2**-7, rtol=1e-2)
+        torch.testing.assert_close(found[1], expected[causal][1], atol=1e-4, rtol=1e-5)
+    assert all(spec.num_splits == splits for spec in made)

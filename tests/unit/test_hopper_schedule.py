@@ -331,9 +331,9 @@ def test_plan_hands_the_step_to_the_kernel() -> None:
     )
 
 
-@pytest.mark.parametrize(("num_sms", "rows"), [(132, 128), (114, 192), (78, 192)])
+@pytest.mark.parametrize(("num_sms", "rows"), [(132, 128), (114, 192), (90, 64), (78, 128)])
 def test_tile_follows_the_multiprocessors_of_the_gpu(num_sms: int, rows: int) -> None:
-    """128 tiles of 128 rows: small tiles only where each has a multiprocessor to itself."""
+    """By what the last wave leaves idle: 128 tiles of 128 rows, 96 of 192, or 256 of 64, three on a multiprocessor."""
     asked = problem(2, 1024, 8, 64, False)
     assert hopper_forward_tile.choose_tile(asked, num_sms).block_m == rows
     found = hopper_forward.choose_forward(asked, arch="sm_90", num_sms=num_sms, smem_limit=232448)

@@ -20,6 +20,9 @@
 // rows of V that it hides, and the consumers wait for clean_v instead of full_v. kBeginsProducts: the three other warps of the
 // loading group write beside each K what its products begin with.
 // Named barriers are the groups' turns, and one is all consumers. By name: hopper/forward/shape.cuh.
+//
+// kSplit, few query tiles of many keys: a query tile is worked on once for each share of its key tiles, which the schedule
+// counts as further query tiles, and partial results go to a workspace that combine.cuh reads.
 #pragma once
 #include "../collective/epilogue.cuh"
 #include "../collective/seqlen.cuh"
@@ -66,6 +69,25 @@ NVRTC_ATTN_DEVICE void recompute_scores(AccTile (&s)[1][Shape::kTilesN], unsigne
       mma<Element, false>(s[0][2 * pair], a, b[0]);
       mma<Element, false>(s[0][2 * pair + 1], a, b[1]);
     }
+  }
+}
+
+// kSplit: normalise and write one split's partial results of this warp's 16 rows, as combine.cuh reads them.
+template <class Traits, int kTilesD>
+NVRTC_ATTN_DEVICE void write_partial_rows(AccTile const (&o)[1][kTilesD], DeferredSoftmax<Traits> const& softmax,
+                                          HopperForwardParams const& params, int split, int b,
+                                          QueryRows<Traits::kPackedHeads, Traits::kBlockM> const& rows, int i,
+                                          int lane) {
+  int const t = lane & 3;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    int const row = i + 8 * r;
+    bool const valid = row < rows.count;
+    float const sum = softmax.row_sum[r];
+    index_t const to = rows.partial_row(params, split, b, row);
+    if (t == 0 && valid) params.softmax_partial[to] = make_float2(softmax.row_max[r], sum);
+    store_row<float>(params.out_partial + to * Traits::kHeadDimV + 8 * t, o, r, sum == 0.0f ? 0.0f : 1.0f / sum, valid,
+                     Traits::kHeadDimV, t);
   }
 }
 
@@ -231,13 +253,17 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         continue;
       }
     }
+    int split = 0;
+    if constexpr (Traits::kSplit) split = read_split(smem + Shape::kOffsetTiles + Shape::kBytesTile * q_slot.stage);
     auto const seqlen = seqlen_of<Traits>(params, tile);
     int const len_q = seqlen.len_q;
     using Rows = QueryRows<Traits::kPackedHeads, Shape::kBlockM>;
     Rows const rows(params, tile.m_block, tile.h, len_q);
     int const m0 = rows.m0;
     bool const last_tile = Traits::kVarlen ? m0 + Shape::kBlockM >= len_q : tile.m_block == params.num_m_blocks - 1;
-    if constexpr (Traits::kPackedHeads) {
+    if constexpr (Traits::kSplit) {
+      // combine.cuh writes lse, and pads it.
+    } else if constexpr (Traits::kPackedHeads) {
       for (int h = rows.h; last_tile && h < rows.h + rows.group; ++h) {
         pad_lse<Shape::kConsumers>(params, tile.b, h, len_q, 0, 0, true, tid);
       }
@@ -251,6 +277,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
     PositionMask<Traits::kBand> const mask(mask_params<Traits>(params), len_q, seqlen.len_k);
     int first, last;
     mask.template key_tiles<kBlockN>(rows.query(m0), Rows::per_tile(params), first, last);
+    if constexpr (Traits::kSplit) take_share(first, last, split, params.num_splits);
     if constexpr (Traits::kTileWords) {
       if (!read_has_keys(smem + Shape::kOffsetTiles + Shape::kBytesTile * q_slot.stage)) last = first;
     }
@@ -528,8 +555,12 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
           params, largest, softmax.row_sum, tile.b, rows.count, [&](int r) { return row + 8 * r; },
           [&](int of_row) { return rows.head(of_row); }, thread_lane);
     }
-    write_rows<Traits>(o, softmax, map, sink, params, tile.b, rows, seqlen.batch_index, seqlen.q_row0, row,
-                       thread_lane);
+    if constexpr (Traits::kSplit) {
+      write_partial_rows<Traits>(o, softmax, params, split, tile.b, rows, row, thread_lane);
+    } else {
+      write_rows<Traits>(o, softmax, map, sink, params, tile.b, rows, seqlen.batch_index, seqlen.q_row0, row,
+                         thread_lane);
+    }
   }
 }
 

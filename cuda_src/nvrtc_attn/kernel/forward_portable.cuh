@@ -19,6 +19,7 @@
 #include "../collective/forward_output.cuh"
 #include "../collective/forward_products.cuh"
 #include "../collective/hidden_keys.cuh"
+#include "../collective/key_share.cuh"
 #include "../collective/seqlen.cuh"
 #include "../collective/tile_words.cuh"
 
@@ -93,9 +94,7 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
   mask.template key_tiles<kBlockN>(row_map.query(m0), row_map.queries(m0, kBlockM), first, last);
   if constexpr (Traits::kSplit) {
     int const num_splits = Traits::kCluster > 1 ? Traits::kCluster : params.num_splits;
-    int const share = ceil_div(max(last - first, 0), num_splits);
-    first += here.split * share;
-    last = min(last, first + share);
+    take_share(first, last, here.split, num_splits);
   }
   TileLine kept{};
   if constexpr (Traits::kTileWords) {

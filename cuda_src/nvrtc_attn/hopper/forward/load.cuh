@@ -2,6 +2,7 @@
 // head of kernel/forward_hopper.cuh.
 #pragma once
 #include "../../collective/hidden_keys.cuh"
+#include "../../collective/key_share.cuh"
 #include "../../collective/mask.cuh"
 #include "../../collective/seqlen.cuh"
 #include "../../collective/tile_bits.cuh"
@@ -71,6 +72,8 @@ struct SlotTile {
 NVRTC_ATTN_DEVICE SlotTile read_slot_tile(unsigned address) { return {load_shared_uniform(address)}; }
 // Of what the loading warp announced: whether the query tile has a key tile.
 NVRTC_ATTN_DEVICE bool read_has_keys(unsigned address) { return load_shared_uniform(address + 12) != 0; }
+// kSplit: which share of the key tiles it is.
+NVRTC_ATTN_DEVICE int read_split(unsigned address) { return load_shared_uniform(address + 12); }
 
 // The words of a line, read by a warp: 32 of them, each lane another one, from the last downwards, so that a search is a ballot.
 template <class Traits>
@@ -169,6 +172,12 @@ struct ForwardLoader {
     } else {
       Tile tile;
       while (scheduler.next(tile)) {
+        int split = 0;
+        if constexpr (Traits::kSplit) {  // the schedule counts every query tile once for each split
+          int const unit = tile.m_block;
+          tile.m_block = uniform_quotient(unit, params.num_splits);
+          split = unit - tile.m_block * params.num_splits;
+        }
         bool loads = !(Traits::kVarlen && tile.b == params.batch);
         auto const seqlen = seqlen_of<Traits>(params, tile);
         int const queries = QueryRows<Traits::kPackedHeads, Shape::kBlockM>::per_tile(params);
@@ -176,10 +185,11 @@ struct ForwardLoader {
         PositionMask<Traits::kBand> const mask(mask_params<Traits>(params), seqlen.len_q, seqlen.len_k);
         int first, last;
         mask.template key_tiles<Shape::kBlockN>(m0, queries, first, last);
+        if constexpr (Traits::kSplit) take_share(first, last, split, params.num_splits);
         loads = loads && m0 < seqlen.len_q && first < last;
         if (!loads) {
           if constexpr (Traits::kVarlen || Traits::kTickets) scheduler.look_ahead(issuer);
-          announce(tile);
+          announce(tile, split);
           if (issuer) barriers.full_q(q_slot.stage).arrive();
           q_slot.advance();
           continue;
@@ -187,7 +197,7 @@ struct ForwardLoader {
         Source const from(params, tile, seqlen.batch_index, seqlen.q_row0 + m0, seqlen.k_row0, m0);
         // In the order of use: a consumer asks for the K of the next tile before the V of this one.
         load_k(from, last - 1);
-        announce(tile);
+        announce(tile, split);
         load_q(from);
         load_scores(from, last - 1);
         if constexpr (Traits::kVarlen || Traits::kTickets) scheduler.look_ahead(issuer);
@@ -318,14 +328,14 @@ struct ForwardLoader {
     return name.is_whole();
   }
 
-  // Which tile it is travels in front of the barrier that its queries complete. kTileWords: and whether it has any keys. Packed:
-  // and the lengths of its sequence.
-  NVRTC_ATTN_DEVICE void announce(Tile const& tile, int has_keys = 0) {
+  // Which tile it is travels in front of the barrier that its queries complete. `more`: with kTileWords whether it has any keys,
+  // with kSplit which share of them. Packed: and the lengths of its sequence.
+  NVRTC_ATTN_DEVICE void announce(Tile const& tile, int more = 0) {
     unsigned const to = smem + Shape::kOffsetTiles + Shape::kBytesTile * q_slot.stage;
     barriers.empty_q(q_slot.stage).wait(q_slot.parity ^ 1);
     if (issuer) {
       asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(tile.m_block), "r"(tile.h), "r"(tile.b),
-                   "r"(has_keys)
+                   "r"(more)
                    : "memory");
       if constexpr (Traits::kVarlen) {
         asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %3};" ::"r"(to + 16), "r"(tile.q_row0), "r"(tile.len_q),

@@ -22,6 +22,10 @@ struct QueryRows {
   NVRTC_ATTN_DEVICE int query(int row) const { return row; }
   NVRTC_ATTN_DEVICE int queries(int, int rows) const { return rows; }
   NVRTC_ATTN_DEVICE int head(int) const { return h; }
+  // Where a split's partial result of a row lies (`partial_row` of collective/epilogue.cuh).
+  NVRTC_ATTN_DEVICE index_t partial_row(HopperForwardParams const& params, int split, int b, int row) const {
+    return ((index_t(split) * params.batch + b) * params.num_heads + h) * params.seqlen_q + row;
+  }
 };
 
 template <int kBlockM>
@@ -40,6 +44,11 @@ struct QueryRows<true, kBlockM> {
   NVRTC_ATTN_DEVICE int query(int row) const { return q0 + row / group; }
   NVRTC_ATTN_DEVICE int queries(int row, int rows) const { return query(row + rows - 1) - query(row) + 1; }
   NVRTC_ATTN_DEVICE int head(int row) const { return h + row % group; }
+  // The same; here params.num_heads counts key heads.
+  NVRTC_ATTN_DEVICE index_t partial_row(HopperForwardParams const& params, int split, int b, int row) const {
+    int const heads = params.num_heads * group;
+    return ((index_t(split) * params.batch + b) * heads + head(row)) * params.seqlen_q + query(row);
+  }
 };
 
 }  // namespace nvrtc_attn
