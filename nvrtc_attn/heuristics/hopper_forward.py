@@ -27,7 +27,15 @@ from .hopper_forward_schedule import (
     tile_costs,
     tile_list_of,
 )
-from .hopper_forward_splits import LEAST_GAIN, may_split, most_splits, split_counts, splits_keys, time_us
+from .hopper_forward_splits import (
+    LEAST_GAIN,
+    may_split,
+    most_splits,
+    split_counts,
+    splits_keys,
+    time_us,
+    with_partial_results,
+)
 from .hopper_forward_tile import (
     choose_tile,
     direct_tile,
@@ -267,11 +275,9 @@ def fastest_plan(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forw
         tiles = [tile, packed_heads_tile(dense, num_sms)]
     else:
         tiles = [tile, large_tile(problem, num_sms), large_tile(dense, num_sms)]
-    # With a half tile and partial results ptxas would serialise products (C7511).
-    tiles = [x if x == tile else replace(x, half_tile=False) for x in tiles]
     many = problem.seqlen_k >= MANY_KEYS
     times = {(x, 1): time_us(problem, x, 1, num_sms) for x in tiles if many or x == tile}
-    for x in {replace(x, half_tile=False) for x in tiles}:
+    for x in dict.fromkeys(with_partial_results(problem, x) for x in tiles):
         times |= {(x, n): time_us(problem, x, n, num_sms) for n in split_counts(problem, x, num_sms)}
     best, count = min(times, key=lambda x: times[x])
     if LEAST_GAIN * times[best, count] > times[tile, 1]:

@@ -7,6 +7,7 @@ many keys. The portable family splits keys too, at less than half of the speed o
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -78,6 +79,16 @@ def splits_keys(problem: AttentionProblem, tile: Tile, num_sms: int) -> bool:
     if not (SPLITS_KEYS and may_split(problem)) or tile.min_blocks_per_sm > 1:
         return False
     return _query_tiles(problem, tile) <= MAX_WAVES * num_sms
+
+
+def with_partial_results(problem: AttentionProblem, tile: Tile) -> Tile:
+    """``tile`` as splits have it: with a half tile ptxas would serialise products (C7511), and with 128 columns spill.
+
+    4 to 80 bytes of 192 rows at head dim 64, 4 of 64 rows beyond head dim 128 with lengths on the device.
+    """
+    wide = max(problem.head_dim, problem.head_dim_v) > 128
+    narrower = tile.block_m == 192 or (tile.block_m == 64 and wide and problem.seqused_k)
+    return replace(tile, half_tile=False, block_n=min(tile.block_n, 112) if narrower else tile.block_n)
 
 
 def most_splits(problem: AttentionProblem, tile: Tile) -> int:

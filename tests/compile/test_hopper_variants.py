@@ -277,7 +277,8 @@ def split_keys(head_dim: int, head_dim_v: int = 0, *, packs: bool = False, rows:
     asked = problem(head_dim, head_dim_v or head_dim, **{**sizes, **changes, "q": q, "k": k, "v": v})
     assert hopper_forward_splits.may_split(asked)
     tile = (hopper_forward.packed_heads_tile if packs else hopper_forward_tile.large_tile)(asked)
-    tile = dataclasses.replace(tile, half_tile=False, block_m=rows or tile.block_m)
+    tile = dataclasses.replace(tile, block_m=rows or tile.block_m)
+    tile = hopper_forward_splits.with_partial_results(asked, tile)
     return hopper_forward.plan_spec(asked, tile, num_sms=132, num_splits=4)
 
 
@@ -286,6 +287,8 @@ SPLIT_KEYS: dict[str, dict[str, Any]] = {
     **{f"d{d}_causal": {"head_dim": d, **CAUSAL} for d in (64, 96, 128, 192, 256)},
     **{f"d{d}_long_causal": {"head_dim": d, "seqlen_q": 2048, **CAUSAL} for d in (64, 96, 128)},
     **{f"d{d}_64_rows": {"head_dim": d, "rows": 64} for d in (64, 128)},
+    **{f"d64_192_rows{n}": {"head_dim": 64, "rows": 192, **x} for n, x in (("", {}), ("_causal", CAUSAL))},
+    "d192_seqused_k_64_rows": {"head_dim": 192, "seqused_k": True, "rows": 64},
     "d128_packed_192_rows": {"head_dim": 128, "packs": True, "rows": 192, **CAUSAL},
     "d64_packed": {"head_dim": 64, "packs": True, **CAUSAL},
     **{f"d{d}_packed_64_rows": {"head_dim": d, "packs": True, "seqlen_q": 12, **CAUSAL} for d in (64, 128)},
