@@ -15,6 +15,7 @@ from nvrtc_attn.front.call import CallOptions, describe_shapes
 from nvrtc_attn.front.problem import AttentionProblem
 from nvrtc_attn.front.tensors import Device
 from nvrtc_attn.heuristics import (
+    choose_forward,
     hopper_forward,
     hopper_forward_config,
     hopper_forward_tile,
@@ -460,3 +461,35 @@ def test_splits_of_lengths_on_the_device(splits: int, packs: bool, planned: Any)
         torch.testing.assert_close(found[0], expected[causal][0], atol=2**-7, rtol=1e-2)
         torch.testing.assert_close(found[1], expected[causal][1], atol=1e-4, rtol=1e-5)
     assert all(spec.num_splits == splits for spec in made)
+
+
+@HOPPER_ONLY
+@pytest.mark.parametrize(("heads", "queries", "head_dim"), [(48, 1, 128), (64, 1, 64), (40, 1, 96), (20, 2, 128)])
+def test_decoding_of_many_heads_on_one(heads: int, queries: int, head_dim: int, planned: Any) -> None:
+    """33 to 64 rows of many keys are the Hopper kernel's, in splits, by the table's own choice."""
+    sizes = {"batch": 2, "seqlen_q": queries, "seqlen_k": 4100, "num_heads": heads, "num_heads_kv": 1}
+    case = cases.make_case(f"short-decode-{heads}", dtype="bfloat16", head_dim=head_dim, causal=True, **sizes)
+    run = Run(case)
+    exact, low = oracle(case, run.arrays)
+    made = planned(choose_forward)
+    assert not failures(case, run.forward(), exact, low, run.arrays)
+    for spec in made:
+        assert spec.num_splits > 1
+        assert (spec.main.config.packed_heads, spec.main.config.block_m) == (True, 64)
+
+
+@HOPPER_ONLY
+@pytest.mark.parametrize("changes", [{}, {"causal": True}, {"softcap": 5.0}, {"batch": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("queries", "head_dim"), [(33, 40), (50, 64), (63, 72), (50, 96), (40, 128), (60, 192), (47, 256)]
+)
+def test_tiles_of_64_rows_for_few_queries(queries: int, head_dim: int, changes: dict[str, Any], planned: Any) -> None:
+    sizes = {"batch": 24, "seqlen_q": queries, "seqlen_k": queries + 9, "num_heads": 12, "num_heads_kv": 12, **changes}
+    case = cases.make_case(f"short-rows-{head_dim}", dtype="bfloat16", head_dim=head_dim, **sizes)
+    run = Run(case)
+    exact, low = oracle(case, run.arrays)
+    made = planned(choose_forward)
+    assert not failures(case, run.forward(), exact, low, run.arrays)
+    hopper = head_dim > 64 or case.batch > 2
+    assert all((spec.main.config.kernel == "forward_hopper") == hopper for spec in made)
+    assert all(spec.main.config.block_m == 64 for spec in made)

@@ -109,9 +109,9 @@ struct HopperShape {
   static_assert(!Traits::kPackedHeads || !(Traits::kVarlen || Traits::kHasBias || Traits::kMask || Traits::kDropout ||
                                            Traits::kHasSink || Traits::kHalfTile),
                 "rows of several heads have nothing but scores");
-  static_assert(!Traits::kSplit || !(Traits::kVarlen || Traits::kHasBias || Traits::kMask || Traits::kDropout ||
-                                     Traits::kHasSink || kTileWords || Traits::kTickets || Traits::kMaxLogit ||
-                                     Traits::kBeginsProducts),
+  static_assert(!Traits::kSplit ||
+                    !(Traits::kVarlen || Traits::kHasBias || Traits::kMask || Traits::kDropout || Traits::kHasSink ||
+                      kTileWords || Traits::kTickets || Traits::kMaxLogit || Traits::kBeginsProducts),
                 "partial results have nothing but scores, and no counter beside them");
   static_assert(!Traits::kBeginsProducts || !(kTileWords || Traits::kPackedHeads || Traits::kHasBias || Traits::kMask ||
                                               Traits::kSoftcap || kBlocks > 1),
