@@ -301,7 +301,8 @@ ROWS = """
 #include <vector>
 #define NVRTC_ATTN_DEVICE inline
 namespace nvrtc_attn {
-struct HopperForwardParams { int heads_per_group; };
+using index_t = long long;
+struct HopperForwardParams { int heads_per_group, batch, num_heads, seqlen_q; };
 inline int min(int a, int b) { return a < b ? a : b; }
 """
 ROWS_MAIN = """
@@ -310,9 +311,9 @@ int main() {
   constexpr int kBlockM = BLOCK_M;
   using Rows = QueryRows<true, kBlockM>;
   for (int group = 2; group <= 64; ++group) {
-    HopperForwardParams const params{group};
-    int const queries = Rows::per_tile(params);
+    int const queries = Rows::per_tile({group});
     for (int len_q : {1, 2, 5, queries, queries + 1, 3 * queries - 1, 200}) {
+      HopperForwardParams const params{group, 2, 3, len_q};  // num_heads counts key heads
       for (int h_kv = 0; h_kv < 3; ++h_kv) {
         std::vector<int> seen(len_q * group, 0);
         for (int m_block = 0; m_block * queries < len_q; ++m_block) {
@@ -322,6 +323,9 @@ int main() {
             int const head = rows.head(row) - h_kv * group;
             if (head < 0 || head >= group || rows.query(row) < 0 || rows.query(row) >= len_q) return 2;
             ++seen[rows.query(row) * group + head];
+            // Partial results: [splits, batch, heads, queries].
+            int const place = ((5 * 2 + 1) * 3 * group + rows.head(row)) * len_q + rows.query(row);
+            if (rows.partial_row(params, 5, 1, row) != place) return 6;
             // As the box of the copy engine has them: heads first, then queries from the tile's first one.
             if (rows.query(row) != m_block * queries + row / group) return 3;
           }
