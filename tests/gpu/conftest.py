@@ -133,5 +133,6 @@ def split_keys(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(device, "has_clusters", lambda _: request.param == "cluster")
     monkeypatch.setattr(autotune, "table_forward", chosen)
     yield
-    assert any(spec.num_splits > 1 or spec.main.config.cluster > 1 for spec in made), "the keys are to be split"
-    assert request.param == "cluster" or all(spec.main.config.cluster == 1 for spec in made)
+    clusters = [getattr(spec.main.config, "cluster", 1) for spec in made]  # the Hopper kernel has none
+    assert any(spec.num_splits > 1 for spec in made) or max(clusters) > 1, "the keys are to be split"
+    assert request.param == "cluster" or set(clusters) == {1}
