@@ -32,10 +32,10 @@ WAITING = pytest.StashKey[int]()
 def _isolated_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Kernels of the tests never reach the user's cache. One directory per session, which all workers share.
 
-    A cache that the caller names is used: a second run then starts warm.
+    A cache that the caller names is used, with the size that is named: a second run then starts warm.
     """
     with pytest.MonkeyPatch.context() as patch:
-        kept = {f"NVRTC_ATTN_{name}" for name in ("CACHE_DIR", "ASSERT_CACHED", "BACKEND", "PCH_DIR")}
+        kept = {f"NVRTC_ATTN_{name}" for name in ("CACHE_DIR", "CACHE_SIZE", "ASSERT_CACHED", "BACKEND", "PCH_DIR")}
         for name in [name for name in os.environ if name.startswith("NVRTC_ATTN_") and "_TEST_" not in name]:
             if name not in kept:
                 patch.delenv(name)
