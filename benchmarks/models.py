@@ -71,13 +71,8 @@ class Running:
             self.functions["fwd"] = forward
             self.results = [call.view(forward())]
             if backward:
-                out = call.run()
-
-                def gradients() -> Any:
-                    return torch.autograd.grad(out, call.leaves, call.dout, retain_graph=True)
-
-                q, k, v, *dbias = gradients()
-                self.functions["bwd"] = gradients
+                self.functions["bwd"] = self.pass_of("bwd")
+                q, k, v, *dbias = self.functions["bwd"]()
                 self.results += [*map(call.view, (q, k, v)), *dbias]
 
     def pass_of(self, which: str) -> Callable[[], Any]:
@@ -86,7 +81,10 @@ class Running:
             return self.functions["fwd"]
         with self.call.context():
             out = self.call.run()
-        return lambda: torch.autograd.grad(out, self.call.leaves, self.call.dout, retain_graph=True)
+        return lambda: self.gradients(out)
+
+    def gradients(self, out: Any) -> Any:
+        return torch.autograd.grad(out, self.call.leaves, self.call.dout, retain_graph=True)
 
     def graph(self, which: str) -> Callable[[], Any]:
         """Replays one pass of the direction ``which`` from a CUDA graph; its function without one is gone.
@@ -98,12 +96,7 @@ class Running:
             gc.collect()
         call = self.call
         with call.context():
-            if which == "fwd":
-                graph = graph_of(self.functions["fwd"])
-            else:
-                graph = graph_of(
-                    lambda out: torch.autograd.grad(out, call.leaves, call.dout, retain_graph=True), begin=call.run
-                )
+            graph = graph_of(self.functions["fwd"]) if which == "fwd" else graph_of(self.gradients, begin=call.run)
         return graph.replay
 
 

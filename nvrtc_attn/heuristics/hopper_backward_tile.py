@@ -49,8 +49,8 @@ MIN_WAVES_PACKED: Final = 7.5
 FUSED_BAND: Final = 4096
 """Queries up to which ``fused`` pays with a band, so that tiles have 64 and not 80 of them."""
 MIN_WAVES_FUSED: Final = {64: 2.0, 128: 3.0}
-"""Key tiles of a multiprocessor from which on ``fused`` pays, by the queries of a tile. Its time over that without: D
-64, 16 x 197 x 12 (2.9 tiles) 1.04, 5 x 256 x 40 (3.0) 0.97, 3 x 400 x 40 (3.6) 0.95; D 96, 4 x 363 x 24 (2.2),
+"""Key tiles of a multiprocessor from which on ``fused`` pays, by the queries of a tile. Its time over that without:
+16 x 197 x 12 of D 64 (2.9 tiles) 1.04, 5 x 256 x 40 (3.0) 0.97, 3 x 400 x 40 (3.6) 0.95; 4 x 363 x 24 of D 96 (2.2)
 0.96."""
 MIN_WAVES_FUSED_BAND: Final = 4.0
 """The same with a band: D 64, 4 x 363 x 32 (2.9) 1.08, 20 x 150 x 12 (3.6) 1.08; D 128, 5 x 380 x 24 (2.7) 1.05."""

@@ -21,6 +21,7 @@ from .hopper_common import (
 from .hopper_forward_config import Tile, config_of, fitted_columns, smem_bytes
 from .hopper_forward_schedule import (
     hands_out,
+    heads_of_schedule,
     heads_together,
     pair_rounds,
     queries_of_tile,
@@ -86,7 +87,7 @@ def packs_heads(problem: AttentionProblem) -> bool:
         return False
     group = problem.num_heads // problem.num_heads_kv
     if problem.seqlen_q < MIN_QUERY_ROWS:
-        rows = problem.seqlen_q * group
+        rows = rows_of_heads(problem).seqlen_q
         narrow = max(problem.head_dim, problem.head_dim_v) <= 128
         return rows > 64 or (rows > 32 and problem.seqlen_k >= MANY_KEYS and narrow)
     alone, packed = group * ceil_div(problem.seqlen_q, 128), ceil_div(problem.seqlen_q, 128 // group)
@@ -101,12 +102,12 @@ def rows_of_heads(problem: AttentionProblem) -> AttentionProblem:
 
 def packed_heads_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
     """The tile with packed heads: that of as many rows of one head, without a half tile (its bounds are rows)."""
-    few = problem.seqlen_q * problem.num_heads <= 64 * problem.num_heads_kv
-    if few and max(problem.head_dim, problem.head_dim_v) <= 128:
+    rows = rows_of_heads(problem)
+    if rows.seqlen_q <= 64 and max(problem.head_dim, problem.head_dim_v) <= 128:
         return Tile(
             block_m=64, block_n=64, num_stages=4, num_stages_q=2, ping_pong=False, lazy_max=True, packed_heads=True
         )
-    return replace(large_tile(rows_of_heads(problem), num_sms), half_tile=False, packed_heads=True)
+    return replace(large_tile(rows, num_sms), half_tile=False, packed_heads=True)
 
 
 def reasons_for_portable(problem: AttentionProblem, *, arch: str, smem_limit: int) -> list[str]:
@@ -197,7 +198,7 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int, num_splits
         config = replace(whole, split=True, features=replace(whole.features, float32_q=False))
     # The schedule counts a query tile once for each split.
     num_m_blocks = max(ceil_div(problem.seqlen_q, queries_of_tile(problem, tile)), 1) * num_splits
-    heads = problem.num_heads_kv if tile.packed_heads else problem.num_heads  # that the schedule counts
+    heads = heads_of_schedule(problem, tile)
     all_heads = problem.batch * heads
     num_tiles = all_heads * num_m_blocks
     grid = min(tile.min_blocks_per_sm * num_sms, num_tiles)
@@ -331,15 +332,16 @@ def slower(problem: AttentionProblem, spec: ForwardPlanSpec, *, num_sms: int) ->
         widest = max(problem.head_dim, problem.head_dim_v)
         scores = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k
         flops = 2 * scores * (problem.head_dim + problem.head_dim_v)
-        hopper_us = 4 + 0.0107 * problem.seqlen_k * max(1, widest / 128)
-        if small:
-            hopper_us = 6 + (0.0075 if widest <= 64 else 0.0095 * max(1, widest / 160)) * problem.seqlen_k
         portable_us = 12 + flops / 280e6
-        if may_split(problem) and launch.config.min_blocks_per_sm == 1:
+        if may_split(problem) and not several:
             # Of tiles with empty rows 197 x 2048 x 12, D 64, takes 22 us, 300 x 5000 x 16, D 72, 51.
             hopper_us = time_us(problem, tile_of(Tile, launch.config), spec.num_splits, num_sms)
-            rows = problem.seqlen_q * (problem.num_heads // problem.num_heads_kv if packed else 1)
+            rows = (rows_of_heads(problem) if packed else problem).seqlen_q
             portable_us = 14 + flops * ceil_div(rows, 128) * 128 / rows / 260e6
+        elif small:
+            hopper_us = 6 + (0.0075 if widest <= 64 else 0.0095 * max(1, widest / 160)) * problem.seqlen_k
+        else:
+            hopper_us = 4 + 0.0107 * problem.seqlen_k * max(1, widest / 128)
         if portable_us < hopper_us and problem.window_left is None:
             return [f"{tiles} query tiles leave most of {num_sms} multiprocessors idle; split keys fill them"]
     return []
@@ -351,8 +353,7 @@ def choose_forward(
     """The plan of the forward pass, or every reason why the portable family has to serve ``problem``."""
     if packs_heads(problem):
         found = packed_heads_plan(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
-        few = problem.seqlen_q * problem.num_heads <= 64 * problem.num_heads_kv
-        if not isinstance(found, list) and (found.num_splits > 1 or not few):
+        if not isinstance(found, list) and (found.num_splits > 1 or rows_of_heads(problem).seqlen_q > 64):
             return found
     reasons = reasons_for_portable(problem, arch=arch, smem_limit=smem_limit)
     return reasons or fastest_plan(problem, choose_tile(problem, num_sms), num_sms=num_sms)

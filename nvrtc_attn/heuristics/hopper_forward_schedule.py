@@ -31,6 +31,11 @@ def queries_of_tile(problem: AttentionProblem, tile: Tile) -> int:
     return tile.block_m // (problem.num_heads // problem.num_heads_kv) if tile.packed_heads else tile.block_m
 
 
+def heads_of_schedule(problem: AttentionProblem, tile: Tile) -> int:
+    """Heads of a sequence as the schedule counts them: key heads, where their query heads are rows of one tile."""
+    return problem.num_heads_kv if tile.packed_heads else problem.num_heads
+
+
 def key_tiles_of_rows(problem: AttentionProblem, rows: int, columns: int) -> npt.NDArray[Any]:
     """How many tiles of so many ``columns`` of keys each query tile of ``rows`` sees, of one sequence that is dense."""
     first = np.arange(0, problem.seqlen_q, rows)
@@ -85,14 +90,19 @@ def pair_rounds(costs: Array, all_heads: int, width: int, head_bytes: int) -> in
             sums = pairs[moved].reshape(rounds, width).sum(0)
         ranks = np.arange(num_m_blocks)
         heads = np.where((ranks >= done) & (ranks < num_m_blocks - done), tail_heads, whole)
-        singles = np.repeat(by_rank, heads)
-        padded = np.concatenate([singles, np.zeros(-len(singles) % (2 * width))])
-        both: Array = padded.reshape(-1, 2, width)  # a round forwards and a round backwards
-        sums = sums + both[:, 0].sum(0) + both[:, 1, ::-1].sum(0)
+        sums = sums + back_and_forth(np.repeat(by_rank, heads), width)
         largest = float(np.max(sums))
         if largest < 0.998 * best_sum:
             best, best_sum = rounds, largest
     return best
+
+
+def back_and_forth(units: Array, width: int) -> Array:
+    """The sum that each of ``width`` thread blocks has of ``units``, handed out a round forwards, a round backwards."""
+    padded = np.concatenate([units, np.zeros(-len(units) % (2 * width))])
+    both = padded.reshape(-1, 2, width)
+    sums: Array = both[:, 0].sum(0) + both[:, 1, ::-1].sum(0)
+    return sums
 
 
 def order_is_open(problem: AttentionProblem, tile: Tile | HopperForwardConfig) -> bool:

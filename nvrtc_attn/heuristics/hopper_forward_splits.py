@@ -18,7 +18,7 @@ from .common import ceil_div
 from .forward_combine import MAX_PARTIAL_BYTES
 from .hopper_common import score_operands
 from .hopper_forward_config import Tile
-from .hopper_forward_schedule import key_tiles_of_rows, queries_of_tile
+from .hopper_forward_schedule import back_and_forth, heads_of_schedule, key_tiles_of_rows, queries_of_tile
 
 SPLITS_KEYS: Final = True
 """Whether tables and the autotuner split keys."""
@@ -60,10 +60,11 @@ def time_us(problem: AttentionProblem, tile: Tile, num_splits: int, num_sms: int
 
     Within a sixth of what was measured of 19 problems (docs/experiments.md, "Few query tiles, many keys").
     """
-    heads = problem.batch * (problem.num_heads_kv if tile.packed_heads else problem.num_heads)
+    heads = problem.batch * heads_of_schedule(problem, tile)
     shares = _shares(problem, tile, num_splits)
     busy = 1 + _BUSY * min(heads * len(shares) / num_sms, 1)
-    longest = _longest(shares * tile.block_n * _key_us(problem, tile) * busy + _GAP_US, heads, num_sms)
+    units = np.repeat((shares * tile.block_n * _key_us(problem, tile) * busy + _GAP_US)[::-1], heads)
+    longest = float(np.max(back_and_forth(units, num_sms)))
     keys = 2 * problem.batch * problem.num_heads_kv * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
     reading = keys / _KEY_BYTES_US + _GAP_US
     time = _LAUNCH_US + max(longest, reading) + _BESIDE_MEMORY * min(longest, reading)
@@ -106,8 +107,8 @@ def split_counts(problem: AttentionProblem, tile: Tile, num_sms: int) -> list[in
 
 
 def _query_tiles(problem: AttentionProblem, tile: Tile) -> int:
-    heads = problem.num_heads_kv if tile.packed_heads else problem.num_heads
-    return problem.batch * heads * ceil_div(problem.seqlen_q, queries_of_tile(problem, tile))
+    heads = problem.batch * heads_of_schedule(problem, tile)
+    return heads * ceil_div(problem.seqlen_q, queries_of_tile(problem, tile))
 
 
 def _key_us(problem: AttentionProblem, tile: Tile) -> float:
@@ -123,13 +124,3 @@ def _shares(problem: AttentionProblem, tile: Tile, num_splits: int) -> npt.NDArr
     split = np.arange(num_splits)
     shares: npt.NDArray[np.float64] = np.clip(seen[:, None] - split * share[:, None], 0, share[:, None]).astype(float)
     return shares.reshape(-1)
-
-
-def _longest(times: npt.NDArray[np.float64], heads: int, width: int) -> float:
-    """What the busiest of ``width`` thread blocks has, of the last unit of all heads, the last but one, and so on.
-
-    Every other round is handed out backwards, as `hopper/forward/scheduler.cuh` does with a band.
-    """
-    units = np.repeat(times[::-1], heads)
-    padded = np.concatenate([units, np.zeros(-len(units) % (2 * width))]).reshape(-1, 2, width)
-    return float(np.max(padded[:, 0].sum(0) + padded[:, 1, ::-1].sum(0)))

@@ -19,7 +19,7 @@ from .hopper_forward_config import (
     smem_bytes,
 )
 from .hopper_forward_wide import wide_direct_tile, wide_score_tiles, wide_tile, widest_tile
-from .hopper_small import are_alone, in_few_waves, small_tile
+from .hopper_small import are_alone, small_tile, waves_favor_128
 from .tensor_map import score_reasons_against
 from .tile_words import bits_pay
 
@@ -341,7 +341,7 @@ def _rows_of_narrow(problem: AttentionProblem, num_sms: int) -> int:
     if problem.return_max_logit and mapped:
         return 128
     even = not (problem.varlen or problem.band or problem.seqused_k or score_operands(problem) or mapped)
-    if even and in_few_waves(problem, num_sms) == 128:
+    if even and waves_favor_128(problem, num_sms):
         return 128
     return 192 if 464 * ceil_div(rows, 192) * 192 <= 573 * ceil_div(rows, 128) * 128 else 128
 

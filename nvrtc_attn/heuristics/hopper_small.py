@@ -26,7 +26,7 @@ BLOCKS: Final = {64: 3, 128: 2}
 LEAST_GAIN: Final = {64: 1.03, 128: 1.06}
 """Of an estimate that is within 10 % of what was measured."""
 FEW_WAVES: Final = 4
-"""Tiles of 192 rows for each multiprocessor, up to which `in_few_waves` decides."""
+"""Tiles of 192 rows for each multiprocessor, up to which `waves_favor_128` looks at them."""
 FEWEST_KEYS: Final = 256
 LEAST_GAIN_OF_128: Final = 1.02
 LEAST_GAIN_EVEN: Final = 1.0
@@ -60,11 +60,8 @@ def small_tile(problem: AttentionProblem, tile: Tile, num_sms: int) -> Tile | No
     if problem.seqlen_q <= MIN_QUERY_ROWS and not problem.varlen:
         # 34 to 64 rows at head dims 72 to 128: two blocks take 0.79 to 0.95 of the time of 128 rows, three at 32 and 64
         # 0.59 to 0.73 (H200, 2026-11-29).
-        return (
-            several_blocks(problem, tile)
-            if max(problem.head_dim, problem.head_dim_v) <= 128
-            else few_rows(problem, tile)
-        )
+        made = several_blocks if max(problem.head_dim, problem.head_dim_v) <= 128 else few_rows
+        return made(problem, tile)
     widest = shared_width(problem)
     if not widest or tile.block_m == 64:
         return None
@@ -84,18 +81,16 @@ def are_alone(problem: AttentionProblem, rows: int, num_sms: int) -> bool:
     return not problem.varlen and problem.batch * problem.num_heads * ceil_div(problem.seqlen_q, rows) <= num_sms
 
 
-def in_few_waves(problem: AttentionProblem, num_sms: int) -> int:
-    """128 or 192 query rows up to head dim 64, by the estimate; 0 where waves are too many for it to decide.
+def waves_favor_128(problem: AttentionProblem, num_sms: int) -> bool:
+    """Whether 128 query rows are faster than 192 up to head dim 64, by the estimate, which is asked of few waves.
 
     128 took 0.87 of the time of 192 for 2 x 889 x 16 (the estimate: 0.90), 0.89 for 4 x 512 x 16 (0.89), 1.17 for 4 x
     700 x 12 (1.4), 1.09 for 5 x 384 x 40 (1.09; H200, 2026-11-29).
     """
-    if problem.seqlen_k < FEWEST_KEYS or problem.batch * problem.num_heads * ceil_div(problem.seqlen_q, 192) > (
-        FEW_WAVES * num_sms
-    ):
-        return 0
+    if problem.seqlen_k < FEWEST_KEYS or not are_alone(problem, 192, FEW_WAVES * num_sms):
+        return False
     large, small = (_time_of_tiles(problem, Tile(block_m=rows, block_n=128), 64, num_sms) for rows in (192, 128))
-    return 128 if LEAST_GAIN_OF_128 * small < large else 192
+    return LEAST_GAIN_OF_128 * small < large
 
 
 def _measured(problem: AttentionProblem, tile: Tile, widest: int) -> tuple[Tile, float]:

@@ -150,7 +150,7 @@ def stream_keys(
     deepest = replace(config, num_stages=1 + ceil_div(DEEPEST_BYTES, tile_bytes))
     narrow = config.block_m <= DEEPER_ROWS and max(config.head_dim, config.head_dim_v) <= 128
     whole = best[1] == 1  # by the cost of a second kernel, which a cluster does without
-    few = 4 * blocks <= num_sms  # of twice as many pairs gain nothing, see `WAVE`
+    few = 4 * blocks <= num_sms  # blocks for half of the multiprocessors gain nothing in pairs: `WAVE`
     if not narrow or blocks >= num_sms or ragged or (whole and not (wide and few)):
         return best
     if not wide:
