@@ -210,9 +210,9 @@ inline float __shfl_sync(unsigned, float value, int from) {
   std::memcpy(&value, &bits, 4);
   return value;
 }
-inline int __shfl_up_sync(unsigned, int value, int by) {
+template <class T> T __shfl_up_sync(unsigned, T value, int by) {
   int const lane = threadIdx.x % 32;
-  return exchange(value, lane >= by ? lane - by : lane);
+  return __shfl_sync(0, value, lane >= by ? lane - by : lane);
 }
 template <class T> T __shfl_xor_sync(unsigned, T value, int by) {
   return __shfl_sync(0, value, int(threadIdx.x % 32) ^ by);

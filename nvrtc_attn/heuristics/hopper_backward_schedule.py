@@ -7,6 +7,7 @@ is a choice of the tile (``hopper_backward_tile.py``).
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Final
 
 from ..front.problem import AttentionProblem
@@ -21,13 +22,19 @@ MOST_STEP: Final = 2
 WINDOW_L2_BYTES: Final = 40 << 20
 L2_BYTES: Final = 32 << 20
 """What stays in an L2 of 50 to 60 MB beside what streams through."""
+SEQUENCE_CHUNKS: Final = 16
+"""``kSequenceChunks`` in ``cuda_src/nvrtc_attn/hopper/backward/list_key_tiles.cuh``."""
 
 
 def tile_list_of(problem: AttentionProblem, splits: int) -> TileList:
-    """The list of the key tiles of packed sequences."""
+    """The list of the key tiles of packed sequences.
+
+    With a band they come by sequences, unless they wait for each other, and chunks only tell sequences of about
+    the same length apart.
+    """
     group = problem.num_heads // problem.num_heads_kv // splits
     l2_bytes = WIDE_L2_BYTES if is_wide(problem) else L2_BYTES
-    return tile_list(
+    listed = tile_list(
         problem.k.shape[1],
         problem.batch,
         BLOCK_N,
@@ -35,6 +42,11 @@ def tile_list_of(problem: AttentionProblem, splits: int) -> TileList:
         resident_rows=problem.q.shape[1],
         l2_rows=l2_bytes // (group * (2 * problem.head_dim_v + 6 * problem.head_dim)),
     )
+    if not problem.band or problem.deterministic:
+        return listed
+    rows = problem.q.shape[1]
+    chunk_rows = max(ceil_div(rows, SEQUENCE_CHUNKS), 1)
+    return replace(listed, chunk_rows=chunk_rows, num_chunks=max(ceil_div(rows, chunk_rows), 1))
 
 
 def is_causal(problem: AttentionProblem) -> bool:

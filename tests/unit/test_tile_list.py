@@ -7,6 +7,7 @@ compiled for the host: CUDA threads are fibers that take turns in random order, 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import itertools
 import random
 import re
@@ -23,6 +24,9 @@ from nvrtc_attn.heuristics import hopper_backward, hopper_backward_schedule, hop
 from nvrtc_attn.heuristics.common import ceil_div, packed_slots
 
 BUCKETS = 2048
+LEVELS, CHUNKS = 64, 16
+"""Of the list by sequences: ``kSequenceLevels``, ``kSequenceChunks``."""
+LAST_KEY_TILES = 0.5
 INTS = (
     "batch", "seqlen_q", "seqlen_k", "num_heads", "num_heads_kv", "total_q", "total_k", "num_m_blocks",
     "num_n_blocks", "num_splits", "head_group", "lse_packed", "window_left", "window_right", "bottom_right",
@@ -32,6 +36,7 @@ INTS = (
 HEADERS = (
     "collective/mask.cuh", "collective/seqlen.cuh", "collective/packed_slots.cuh", "hopper/common/tile_list.cuh",
     "hopper/forward/scheduler.cuh", "kernel/packed_tiles.cuh", "hopper/backward/schedule.cuh",
+    "hopper/backward/list_key_tiles.cuh",
 )  # fmt: skip
 
 PRELUDE = (
@@ -46,6 +51,11 @@ inline int atomicAdd(int* at, int by) {
 inline int atomicMin(int* at, int by) {
   int const before = *at;
   if (by < before) *at = by;
+  return before;
+}
+inline int atomicMax(int* at, int by) {
+  int const before = *at;
+  if (by > before) *at = by;
   return before;
 }
 inline float atomicAdd(float* at, float by) { return *at += by; }
@@ -231,17 +241,66 @@ class Packed:
         return p
 
 
-def cost(length: int, other: int, first: int, rows: int, tile: int, *, causal: bool, of_keys: bool) -> int:
-    """Tiles of the other operand that see a tile of rows ``[first, first + rows)``; causal from the bottom right."""
+def cost(
+    length: int, other: int, first: int, rows: int, tile: int, *, causal: bool, of_keys: bool, left: int = UNBOUNDED
+) -> int:
+    """Tiles of the other operand that see a tile of rows ``[first, first + rows)``; causal from the bottom right.
+
+    ``left``: of keys, how many before its diagonal a query sees.
+    """
     if not length or not other:
         return 0
     low, high = 0, other
     last = min(first + rows, length) - 1
     if causal and of_keys:  # the first row that sees key j is j - off
         low = max(first - (length - other), 0)
+    elif left != UNBOUNDED:
+        high = max(min(last + left - (length - other) + 1, other), 0)
     elif causal:
         high = max(min(last + other - length + 1, other), 0)
     return max(ceil_div(high, tile) - low // tile, 0) if high else 0
+
+
+class BySequences:
+    """A list by sequences, of key tiles with the ``costs`` of each sequence.
+
+    Each sequence's bucket, which of them end the work tile by tile, and how many heads share a pass.
+    """
+
+    def __init__(
+        self, costs: list[list[int]], chunks: list[int], most: int, *, fit: int, heads_kv: int, workers: int
+    ) -> None:
+        scale = np.float32(LEVELS) / np.float32(most + 1)
+        levels = [min(int(np.float32(max(x, default=0)) * scale), LEVELS - 1) for x in costs]
+        self.keys = [(LEVELS - 1 - x) * CHUNKS + chunk for x, chunk in zip(levels, chunks, strict=True)]
+        works = np.zeros(LEVELS * CHUNKS)
+        for key, values in zip(self.keys, costs, strict=True):
+            works[key] += sum(values) + len(values)
+        longest = max((max(x, default=0) for x in costs), default=0)
+        self.heads = fit
+        while self.heads < heads_kv and (
+            heads_kv % self.heads or works.sum() * self.heads < 1.25 * (longest + 1) * workers
+        ):
+            self.heads += 1
+        longest_of = (LEVELS - np.arange(LEVELS * CHUNKS) // CHUNKS) / scale
+        behind = works[::-1].cumsum()[::-1] * self.heads
+        enough = (works > 0) & (behind >= LAST_KEY_TILES * longest_of * workers)
+        self.first_last = int(max(np.flatnonzero(enough), default=0))
+        self.step = (float(longest_of[self.first_last]) + 1) / (LEVELS * CHUNKS)
+
+    def check(self, found: list[tuple[int, int]], costs: list[list[int]]) -> None:
+        """``found``: (sequence, tile) of all tiles of one head."""
+        last = [(b, n) for b, n in found if self.keys[b] >= self.first_last]
+        whole = found[: len(found) - len(last)]
+        assert found == whole + last, "tiles one by one end the work"
+        values = [costs[b][n] for b, n in last]
+        assert all(later < earlier + self.step + 1e-3 for earlier, later in itertools.pairwise(values))
+        runs = [(b, [n for _, n in run]) for b, run in itertools.groupby(whole, key=lambda x: x[0])]
+        assert len({b for b, _ in runs}) == len(runs), "tiles of a sequence are neighbours"
+        keys = [self.keys[b] for b, _ in runs]
+        assert keys == sorted(keys)
+        for b, run in runs:
+            assert run == sorted(run, reverse=costs[b][0] < costs[b][-1])
 
 
 def check_order(found: list[tuple[int, int, int]], expected: Counter[tuple[int, int, int]], batch: int) -> None:
@@ -300,29 +359,34 @@ def test_every_query_tile_is_taken_once_and_long_ones_first(headers: ctypes.CDLL
         assert all(later < earlier + step + 1 for earlier, later in itertools.pairwise(longest))
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(60))
 def test_every_key_tile_is_taken_once(headers: ctypes.CDLL, seed: int) -> None:
     rng = random.Random(100 + seed)
-    batch = rng.choice((1, 3, 31, 40, 130))
-    splits, ordered, causal = rng.choice((1, 2)), rng.random() < 0.5, rng.random() < 0.5
+    batch = rng.choice((1, 3, 31, 40, 130, 700))
+    splits, ordered, causal = rng.choice((1, 2)), rng.random() < 0.4, rng.random() < 0.5
     splits = 1 if ordered else splits
+    left = UNBOUNDED if causal or rng.random() < 0.3 else rng.choice((0, 100, 700))
+    band = causal or left != UNBOUNDED
     packed = Packed(rng, batch=batch, longest=rng.choice((100, 1000, 2500)), heads_kv=rng.choice((1, 2, 5)), group=2)
     shape = hopper_common.tile_list(
         packed.total[1], batch, 128, heads=packed.heads_kv * splits, resident_rows=packed.total[0],
         l2_rows=rng.choice((10**6, 1000)),
     )  # fmt: skip
+    if band and not ordered:
+        chunk_rows = max(ceil_div(packed.total[0], CHUNKS), 1)
+        shape = dataclasses.replace(shape, chunk_rows=chunk_rows, num_chunks=ceil_div(packed.total[0], chunk_rows) or 1)
     memory = np.full(shape.nbytes // 4 + 64, -7, np.int32)
     p = packed.params(
         chunk_rows=shape.chunk_rows, num_chunks=shape.num_chunks, head_group=shape.heads, num_splits=splits,
-        num_workers=rng.choice((1, 20)),
-        window_right=0 if causal else UNBOUNDED,
+        num_workers=rng.choice((1, 5, 20)),
+        window_right=0 if causal else UNBOUNDED, window_left=left,
     )  # fmt: skip
     p.counters = memory.ctypes.data
     heads = packed.heads_kv * splits
     most = shape.tiles * heads + 1
     out = np.empty((most, 3), np.int32)
     count = headers.backward(
-        ctypes.byref(p), int(causal), int(ordered), most, out.ctypes.data_as(ctypes.POINTER(ctypes.c_int))
+        ctypes.byref(p), int(band), int(ordered), most, out.ctypes.data_as(ctypes.POINTER(ctypes.c_int))
     )
     found = [(b, h, n) for b, h, n in out[:count].tolist()]
     assert (memory[shape.nbytes // 4 :] == -7).all(), "written behind the list"
@@ -334,6 +398,23 @@ def test_every_key_tile_is_taken_once(headers: ctypes.CDLL, seed: int) -> None:
             if b < batch:
                 left[b, h] -= 1
                 assert n == left[b, h]
+    if not band or ordered:
+        return
+    costs = [
+        [
+            cost(packed.len_k[b], packed.len_q[b], n * 128, 128, BLOCK_M, causal=causal, of_keys=True, left=left)
+            for n in range(x)
+        ]
+        for b, x in enumerate(tiles)
+    ]
+    order = BySequences(
+        costs, [min(int(x) // shape.chunk_rows, shape.num_chunks - 1) for x in packed.cu[0][:-1]],
+        max(ceil_div(packed.most[0], BLOCK_M), 1), fit=shape.heads, heads_kv=heads, workers=p.num_workers,
+    )  # fmt: skip
+    assert memory[3] == order.heads
+    for head in range(heads):
+        own = [(b, n) for b, h, n in found if h == head and b < batch]
+        order.check(own, costs)
 
 
 @pytest.mark.parametrize("batch", [0, 1, 31, 32, 33, 400, 1086, 1087])
@@ -368,6 +449,7 @@ MIXES = {
     "skewed": [32768] + [512] * 63,
     "skewed-last": [512] * 63 + [32768],
     "eleven": [64, 128, 4096, 1000, 2000, 300, 512, 3000, 777, 2048, 1500],
+    "documents": [100 + 37 * x % 2300 for x in range(61)],
 }
 
 
@@ -403,8 +485,19 @@ def test_work_is_even(headers: ctypes.CDLL, mix: str, head_dim: int, causal: boo
         busy[np.argmin(busy)] += work
         total += work
     # Without a band the tiles of the longest sequence are all alike: the last may be one multiprocessor's alone.
-    allowed = {"even": 1.03, "skewed": 1.03, "skewed-last": 1.04, "eleven": 1.04}[mix]
+    allowed = {"even": 1.03, "skewed": 1.03, "skewed-last": 1.04, "eleven": 1.04, "documents": 1.02}[mix]
     assert busy.max() <= allowed * total / 132
+    if causal:
+        costs = [
+            [cost(x, x, n * 128, 128, BLOCK_M, causal=True, of_keys=True) for n in range(ceil_div(x, 128))]
+            for x in lengths
+        ]
+        order = BySequences(
+            costs, [int(x) // tiles.chunk_rows for x in cu[:-1]], values["num_m_blocks"], fit=tiles.heads,
+            heads_kv=heads, workers=132,
+        )  # fmt: skip
+        assert order.heads == memory[3]
+        order.check([(b, n) for b, h, n in out[:count].tolist() if h == 0], costs)
 
 
 def test_the_grid_holds_the_real_tiles() -> None:

@@ -13,6 +13,7 @@
 #include "../collective/scores.cuh"
 #include "../collective/seqlen.cuh"
 #include "../hopper/backward/line_order.cuh"
+#include "../hopper/backward/list_key_tiles.cuh"
 #include "../hopper/backward/ordered_dq.cuh"
 #include "../hopper/backward/row_statistics.cuh"
 

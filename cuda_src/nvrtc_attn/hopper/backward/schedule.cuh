@@ -4,7 +4,7 @@
 // without a band, so that neighbouring blocks share Q, dO and dq in L2. Every block takes the tile of its own index first
 // and then the next that nobody has taken, from a counter in global memory that the kernel before this one, or the host, has
 // set to zero.
-// Packed: the real key tiles, from a list (hopper/common/tile_list.cuh), once for every few key heads.
+// Packed: the real key tiles, from a list (hopper/backward/list_key_tiles.cuh), once for every few key heads.
 // Each tile is worked on by one block in a fixed order, so dk and dv do not depend on who takes it. With kSplit a key head stands
 // for num_splits virtual ones, each with a part of its query heads; their tiles add to the same dk and dv, in any order.
 #pragma once
@@ -60,33 +60,6 @@ struct TilePart {
 };
 
 NVRTC_ATTN_DEVICE TileList key_tile_list(HopperBackwardParams const& params) { return {params.counters}; }
-
-// The key tiles of packed sequences, those that the most query tiles see first. In the deterministic pass those of a
-// sequence stay together, the highest keys first (hopper/backward/ordered_dq.cuh).
-template <class Traits>
-NVRTC_ATTN_DEVICE void list_key_tiles(HopperBackwardParams const& params) {
-  constexpr int kBlockN = Traits::kBlockN;
-  auto query_tiles = [&](int b, int n_block) {
-    SeqlenInfo<true, Traits::kSequsedK> const seqlen(params, b);
-    PositionMask<Traits::kBand> const mask(params, seqlen.len_q, seqlen.len_k);
-    int first, last;
-    mask.template query_tiles<Traits::kBlockM>(n_block * kBlockN, kBlockN, first, last);
-    return max(last - first, 0);
-  };
-  TileListShape const shape = {params.num_n_blocks,
-                               false,  // no tile without keys
-                               params.cu_seqlens_q,
-                               params.chunk_rows,
-                               params.num_chunks,
-                               params.num_m_blocks,
-                               params.num_heads_kv * params.num_splits,
-                               params.head_group,
-                               1,
-                               params.num_workers};
-  make_tile_list<Traits::kNumThreads, kBlockN, Traits::kBand && !Traits::kOrdered, Traits::kOrdered>(
-      key_tile_list(params), shape, PackedSlots<kBlockN>{params.cu_seqlens_k, params.batch, params.total_k},
-      query_tiles, int(threadIdx.x));
-}
 
 // Tile number t of packed sequences; a negative n_block where there are no more.
 template <bool kSplit>
