@@ -40,7 +40,7 @@ def tile_list_of(problem: AttentionProblem, splits: int) -> TileList:
         BLOCK_N,
         heads=problem.num_heads_kv * splits,
         resident_rows=problem.q.shape[1],
-        l2_rows=l2_bytes // (group * (2 * problem.head_dim_v + 6 * problem.head_dim)),
+        l2_rows=l2_bytes // (group * row_bytes(problem)),
     )
     if not problem.band or problem.deterministic:
         return listed
@@ -57,9 +57,14 @@ def is_causal(problem: AttentionProblem) -> bool:
     return problem.window_left is None and problem.window_right is not None
 
 
+def row_bytes(problem: AttentionProblem) -> int:
+    """Q, dO and dq of a query and a head."""
+    return 2 * problem.head_dim_v + 6 * problem.head_dim
+
+
 def head_bytes(problem: AttentionProblem) -> int:
-    """Q, dO and dq of a query head."""
-    return problem.seqlen_q * (2 * problem.head_dim_v + 6 * problem.head_dim)
+    """Of all queries of a head."""
+    return problem.seqlen_q * row_bytes(problem)
 
 
 def head_group(problem: AttentionProblem, splits: int, workers: int, *, by_work: bool = False) -> int:
@@ -82,7 +87,7 @@ def head_group(problem: AttentionProblem, splits: int, workers: int, *, by_work:
         return together
     if problem.window_left is not None and problem.window_right is not None:
         # Tiles of the same length walk through the heads of a group side by side: of each only the window is in L2.
-        row = per_head // max(problem.seqlen_q, 1)
+        row = row_bytes(problem)
         window = problem.window_left + problem.window_right + 1
         fitting = (WINDOW_L2_BYTES - workers * BLOCK_N * row) // (window * row)
         running = min(8, 1 << max(fitting, 1).bit_length() - 1)

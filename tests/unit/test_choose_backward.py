@@ -1,4 +1,4 @@
-"""Which kernels the backward pass has: products that begin with what a score_mod adds, families that are compared."""
+"""Which kernels the backward pass has: products that begin with what a score_mod adds, families, heads that blocks share."""
 
 from __future__ import annotations
 
@@ -82,3 +82,28 @@ def test_a_family_that_does_not_serve_is_not_compared(seqlen: int) -> None:
     assert choose_backward(asked, arch="sm_90", **target).launches[-2].config.arch == "sm_90a"
     with pytest.raises(UnsupportedError, match="dq: float32 of 16-bit queries, and deterministic"):
         choose_backward(asked, arch="sm_80", **target)
+
+
+@pytest.mark.parametrize(
+    ("documents", "mean", "heads", "heads_kv", "changes", "blocks"),
+    [
+        (10, 3040, 96, 8, {}, 3),
+        (40, 2187, 36, 4, {}, 3),
+        (10, 1591, 48, 1, {}, 12),
+        (50, 564, 32, 4, {}, 1),
+        (49, 1982, 40, 10, {}, 1),
+        (10, 3040, 96, 8, {"window_right": None}, 1),
+        (10, 3040, 96, 8, {"deterministic": True}, 1),
+    ],
+)
+def test_blocks_share_the_heads_of_packed_groups(
+    documents: int, mean: int, heads: int, heads_kv: int, changes: dict[str, Any], blocks: int
+) -> None:
+    """Where key tiles of long documents would come to read different heads of their groups, more than stay in L2."""
+    q, k = (dense_layout((1, documents * mean, n, 128), "bfloat16") for n in (heads, heads_kv))
+    values: dict[str, Any] = {
+        "dtype": "bfloat16", "batch": documents, "seqlen_q": 3 * mean, "seqlen_k": 3 * mean, "num_heads": heads,
+        "num_heads_kv": heads_kv, "head_dim": 128, "head_dim_v": 128, "q": q, "k": k, "v": k, "varlen": True,
+        "window_right": 0,
+    }  # fmt: skip
+    assert hopper_backward_tile.choose_tile(AttentionProblem(**{**values, **changes}), 132).splits == blocks
