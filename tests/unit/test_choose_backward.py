@@ -1,4 +1,4 @@
-"""Which kernels the backward pass has: products that begin with what a score_mod adds, families, heads that blocks share."""
+"""What the backward pass has: products that begin with what a score_mod adds, families, blocks that share heads."""
 
 from __future__ import annotations
 
