@@ -21,29 +21,6 @@ constexpr int kSequenceKeys = 512;  // of so many sequences the bucket is kept
 // What comes tile by tile, in tiles as long as the longest of them, for each thread block.
 constexpr float kLastKeyTiles = 0.5f;
 
-// Exclusive sums over buckets, of which thread tid has some in a row with the sum `own`: `before` is that of the buckets before
-// its own ones. Returns the sum of all. `warp_sums` has room for one of each warp.
-template <int kThreads, class Number>
-NVRTC_ATTN_DEVICE Number sum_before(Number own, Number& before, Number* warp_sums, int tid) {
-  int const lane = tid % 32;
-  Number up_to = own;
-  for (int distance = 1; distance < 32; distance *= 2) {
-    Number const other = __shfl_up_sync(0xffffffffu, up_to, distance);
-    if (lane >= distance) up_to += other;
-  }
-  if (lane == 31) warp_sums[tid / 32] = up_to;
-  __syncthreads();
-  before = up_to - own;
-  Number all = 0;
-#pragma unroll 1
-  for (int warp = 0; warp < kThreads / 32; ++warp) {
-    if (warp < tid / 32) before += warp_sums[warp];
-    all += warp_sums[warp];
-  }
-  __syncthreads();
-  return all;
-}
-
 // With a band. query_tiles(b, n_block) says how many see a key tile.
 template <int kThreads, int kTile, class QueryTiles>
 NVRTC_ATTN_DEVICE void list_by_sequences(TileList const& list, TileListShape const& shape,
@@ -183,16 +160,7 @@ NVRTC_ATTN_DEVICE void list_by_sequences(TileList const& list, TileListShape con
     if (key_of(b, tiles) < first_last) return;
     for (int tile = lane; tile < tiles; tile += kLanes) put(atomicAdd(&last[class_of(b, tile)], 1), b, tile);
   });
-  // Tokens of no sequence.
-  bool const any_outside = slots.cu_seqlens[0] > 0 || slots.cu_seqlens[slots.batch] < slots.total;
-  int const parts = any_outside ? slots.parts() : 0;
-  for (int part = tid; part < parts; part += kThreads) put(tiles_of_all + part, slots.batch, part);
-  if (tid == 0) {
-    list.words[0] = 0;
-    list.words[1] = min(tiles_of_all + parts, capacity);
-    list.words[2] = max(parts, 1);
-    list.words[3] = heads;
-  }
+  list.template finish<kThreads>(slots, tiles_of_all, heads, tid, put);
 }
 
 // In the deterministic pass those of a sequence stay together, the highest keys first (hopper/backward/ordered_dq.cuh).

@@ -30,8 +30,47 @@ struct TileListOf {
   NVRTC_ATTN_DEVICE int parts() const { return words[2]; }
   NVRTC_ATTN_DEVICE int heads() const { return words[3]; }
   NVRTC_ATTN_DEVICE Entry& operator[](int i) const { return reinterpret_cast<Entry*>(words + 4)[i]; }
+
+  // By all threads of the block that makes it: the parts of the rows of no sequence, behind `tiles` real ones, by
+  // put(place, b, part), and what stands in front of the entries.
+  template <int kThreads, int kTile, class Put>
+  NVRTC_ATTN_DEVICE void finish(PackedSlots<kTile> const& slots, int tiles, int heads, int tid, Put const& put) const {
+    bool const any_outside = slots.cu_seqlens[0] > 0 || slots.cu_seqlens[slots.batch] < slots.total;
+    int const num_parts = any_outside ? slots.parts() : 0;
+    for (int part = tid; part < num_parts; part += kThreads) put(tiles + part, slots.batch, part);
+    if (tid == 0) {
+      words[0] = 0;
+      words[1] = min(tiles + num_parts, slots.count());
+      words[2] = max(num_parts, 1);
+      words[3] = heads;
+    }
+  }
 };
 using TileList = TileListOf<int2>;
+
+// Exclusive sums over buckets, of which thread tid has some in a row with the sum `own`: `before` is that of the buckets before
+// its own ones. Returns the sum of all. `warp_sums` has room for one of each warp.
+template <int kThreads, class Number>
+NVRTC_ATTN_DEVICE Number sum_before(Number own, Number& before, Number* warp_sums, int tid) {
+  int const lane = tid % 32;
+  Number up_to = own;
+  for (int distance = 1; distance < 32; distance *= 2) {
+    Number const other = __shfl_up_sync(0xffffffffu, up_to, distance);
+    if (lane >= distance) up_to += other;
+  }
+  if (lane == 31) warp_sums[tid / 32] = up_to;
+  __syncthreads();
+  Number all = lane < kThreads / 32 ? warp_sums[lane] : Number(0);
+  Number ahead = lane < tid / 32 ? all : Number(0);
+#pragma unroll 1  // unrolled, backward_hopper_prepare would spill 8 bytes
+  for (int offset = 16; offset > 0; offset /= 2) {
+    all += __shfl_xor_sync(0xffffffffu, all, offset);
+    ahead += __shfl_xor_sync(0xffffffffu, ahead, offset);
+  }
+  before = up_to - own + ahead;
+  __syncthreads();
+  return all;
+}
 
 // An entry that says no more than which tile it is.
 struct NameOfTile {
@@ -132,19 +171,8 @@ NVRTC_ATTN_DEVICE void make_tile_list(TileListOf<Entry> const& list, TileListSha
     own_work += float(tiles) * float(classes - i % classes);
   }
   if (own_work > 0.0f) atomicAdd(&work, own_work);
-  int up_to = sum;
-  for (int distance = 1; distance < 32; distance *= 2) {
-    int const other = __shfl_up_sync(0xffffffffu, up_to, distance);
-    if (lane >= distance) up_to += other;
-  }
-  if (lane == 31) warp_sums[tid / 32] = up_to;
-  __syncthreads();
-  int next = up_to - sum;
-  int tiles_of_all = 0;
-  for (int warp = 0; warp < kThreads / 32; ++warp) {
-    if (warp < tid / 32) next += warp_sums[warp];
-    tiles_of_all += warp_sums[warp];
-  }
+  int next;
+  int const tiles_of_all = sum_before<kThreads>(sum, next, warp_sums, tid);
   for (int i = tid * kEach; i < (tid + 1) * kEach; ++i) {
     int& bucket = in_order(i);
     int const tiles = bucket;
@@ -172,21 +200,11 @@ NVRTC_ATTN_DEVICE void make_tile_list(TileListOf<Entry> const& list, TileListSha
       }
     }
   }
-  bool const any_outside = slots.cu_seqlens[0] > 0 || slots.cu_seqlens[slots.batch] < slots.total;
-  int const parts = any_outside ? slots.parts() : 0;
-  for (int part = tid; part < parts; part += kThreads) put(tiles_of_all + part, slots.batch, part);
-  if (tid == 0) {
-    list.words[0] = 0;
-    list.words[1] = min(tiles_of_all + parts, capacity);
-    list.words[2] = max(parts, 1);
-    float const longest = float(classes - costliest[chunks[0]]);
-    float const enough = 1.25f * longest * float(shape.workers);
-    int heads = shape.heads_fit;
-    while (heads < shape.heads_kv && (shape.heads_kv % heads != 0 || work * float(heads * shape.group) < enough)) {
-      ++heads;
-    }
-    list.words[3] = heads * shape.group;
-  }
+  float const longest = float(classes - costliest[chunks[0]]);
+  float const enough = 1.25f * longest * float(shape.workers);
+  int heads = shape.heads_fit;
+  while (heads < shape.heads_kv && (shape.heads_kv % heads != 0 || work * float(heads * shape.group) < enough)) ++heads;
+  list.template finish<kThreads>(slots, tiles_of_all, heads * shape.group, tid, put);
 }
 
 }  // namespace nvrtc_attn
