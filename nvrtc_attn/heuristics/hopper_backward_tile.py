@@ -246,12 +246,9 @@ def keep_in_l2(problem: AttentionProblem, splits: int, num_sms: int) -> int:
     """``splits``, or more: until what key tiles in work read at a time stays in L2, or a split would have few tiles.
 
     Causal key tiles of a head have different numbers of query tiles, so that blocks come to read different heads of
-    their groups. Longer sequences than ``fused`` is for gain less, and lose the tiles of 80 queries.
-    Query tiles are counted as those of plain scores, where others may have tiles of fewer queries.
-
-    Packed sequences count as so many of the mean length. Ten of 3040 tokens, 96 heads on 8, in 3 blocks 0.90 of the
-    time, forty of 2187, 36 on 4, in 3 0.93, ten of 1591, 48 on 1, in 12 instead of 8 0.97; fifty of 564, 32 on 4,
-    stay whole and would gain 2 % in 2 (H200, 2026-11-29). Wide heads were not measured.
+    their groups. Longer sequences than ``fused`` is for gain less. Query tiles are counted as those of plain scores.
+    Packed sequences count as of their mean length, 0.90 to 0.97 of the time (docs/experiments.md, "Packed sequences:
+    key tiles by sequences"); wide heads of these were not measured.
     """
     if not is_causal(problem) or (problem.varlen and is_wide(problem)):
         return splits
