@@ -29,8 +29,7 @@ SEQUENCE_CHUNKS: Final = 16
 def tile_list_of(problem: AttentionProblem, splits: int) -> TileList:
     """The list of the key tiles of packed sequences.
 
-    With a band they come by sequences, unless they wait for each other, and chunks only tell sequences of about
-    the same length apart.
+    With a band they come by sequences, but not in the deterministic pass, in which they wait for each other.
     """
     group = problem.num_heads // problem.num_heads_kv // splits
     l2_bytes = WIDE_L2_BYTES if is_wide(problem) else L2_BYTES
@@ -42,9 +41,11 @@ def tile_list_of(problem: AttentionProblem, splits: int) -> TileList:
         resident_rows=problem.q.shape[1],
         l2_rows=l2_bytes // (group * row_bytes(problem)),
     )
-    if not problem.band or problem.deterministic:
-        return listed
-    rows = problem.q.shape[1]
+    return by_sequences(listed, problem.q.shape[1]) if problem.band and not problem.deterministic else listed
+
+
+def by_sequences(listed: TileList, rows: int) -> TileList:
+    """``listed`` with chunks of ``rows`` queries that tell sequences of about the same length apart."""
     chunk_rows = max(ceil_div(rows, SEQUENCE_CHUNKS), 1)
     return replace(listed, chunk_rows=chunk_rows, num_chunks=max(ceil_div(rows, chunk_rows), 1))
 

@@ -247,8 +247,8 @@ def keep_in_l2(problem: AttentionProblem, splits: int, num_sms: int) -> int:
 
     Causal key tiles of a head have different numbers of query tiles, so that blocks come to read different heads of
     their groups. Longer sequences than ``fused`` is for gain less. Query tiles are counted as those of plain scores.
-    Packed sequences count as of their mean length, 0.90 to 0.97 of the time (docs/experiments.md, "Packed sequences:
-    key tiles by sequences"); wide heads of these were not measured.
+    Packed sequences count as so many of their mean length, which takes 0.90 to 0.97 of the time of no more splits
+    (docs/experiments.md, "Packed sequences: key tiles by sequences"). Packed wide heads were not measured.
     """
     if not is_causal(problem) or (problem.varlen and is_wide(problem)):
         return splits

@@ -7,7 +7,6 @@ compiled for the host: CUDA threads are fibers that take turns in random order, 
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import itertools
 import random
 import re
@@ -27,6 +26,7 @@ BUCKETS = 2048
 LEVELS, CHUNKS = 64, 16
 """Of the list by sequences: ``kSequenceLevels``, ``kSequenceChunks``."""
 LAST_KEY_TILES = 0.5
+"""``kLastKeyTiles``."""
 INTS = (
     "batch", "seqlen_q", "seqlen_k", "num_heads", "num_heads_kv", "total_q", "total_k", "num_m_blocks",
     "num_n_blocks", "num_splits", "head_group", "lse_packed", "window_left", "window_right", "bottom_right",
@@ -365,21 +365,20 @@ def test_every_key_tile_is_taken_once(headers: ctypes.CDLL, seed: int) -> None:
     batch = rng.choice((1, 3, 31, 40, 130, 700))
     splits, ordered, causal = rng.choice((1, 2)), rng.random() < 0.4, rng.random() < 0.5
     splits = 1 if ordered else splits
-    left = UNBOUNDED if causal or rng.random() < 0.3 else rng.choice((0, 100, 700))
-    band = causal or left != UNBOUNDED
+    window_left = UNBOUNDED if causal or rng.random() < 0.3 else rng.choice((0, 100, 700))
+    band = causal or window_left != UNBOUNDED
     packed = Packed(rng, batch=batch, longest=rng.choice((100, 1000, 2500)), heads_kv=rng.choice((1, 2, 5)), group=2)
     shape = hopper_common.tile_list(
         packed.total[1], batch, 128, heads=packed.heads_kv * splits, resident_rows=packed.total[0],
         l2_rows=rng.choice((10**6, 1000)),
     )  # fmt: skip
     if band and not ordered:
-        chunk_rows = max(ceil_div(packed.total[0], CHUNKS), 1)
-        shape = dataclasses.replace(shape, chunk_rows=chunk_rows, num_chunks=ceil_div(packed.total[0], chunk_rows) or 1)
+        shape = hopper_backward_schedule.by_sequences(shape, packed.total[0])
     memory = np.full(shape.nbytes // 4 + 64, -7, np.int32)
     p = packed.params(
         chunk_rows=shape.chunk_rows, num_chunks=shape.num_chunks, head_group=shape.heads, num_splits=splits,
         num_workers=rng.choice((1, 5, 20)),
-        window_right=0 if causal else UNBOUNDED, window_left=left,
+        window_right=0 if causal else UNBOUNDED, window_left=window_left,
     )  # fmt: skip
     p.counters = memory.ctypes.data
     heads = packed.heads_kv * splits
@@ -402,7 +401,7 @@ def test_every_key_tile_is_taken_once(headers: ctypes.CDLL, seed: int) -> None:
         return
     costs = [
         [
-            cost(packed.len_k[b], packed.len_q[b], n * 128, 128, BLOCK_M, causal=causal, of_keys=True, left=left)
+            cost(packed.len_k[b], packed.len_q[b], n * 128, 128, BLOCK_M, causal=causal, of_keys=True, left=window_left)
             for n in range(x)
         ]
         for b, x in enumerate(tiles)
