@@ -13,9 +13,25 @@ from ..base.errors import UnsupportedError
 from ..front.problem import AttentionProblem, OperandLayout, dense_layout
 from ..jit.config import BackwardConfig, Features, HopperBackwardConfig
 from .common import ceil_div, choose_captured, features_of, is_aligned, packed_slots
-from .hopper_backward_config import BLOCK_N, Tile, can_have_bits, config_of, hides_keys, is_plain, reads_scores
+from .hopper_backward_config import (
+    BLOCK_N,
+    Tile,
+    can_have_bits,
+    can_have_two_slots,
+    config_of,
+    hides_keys,
+    is_plain,
+    reads_scores,
+)
 from .hopper_backward_schedule import fewer_of_fused, head_group, query_step, tile_list_of
-from .hopper_backward_tile import can_share, choose_tile, is_packed_plainly, key_tiles, registers_of
+from .hopper_backward_tile import (
+    can_share,
+    choose_tile,
+    is_packed_plainly,
+    key_tiles,
+    registers_of,
+    two_slots_possible,
+)
 from .hopper_backward_wide import is_wide, reasons_against_wide
 from .hopper_common import DTYPES_16BIT, reasons_against_size, reasons_against_target, score_operands
 from .hopper_dbias import choose_dbias, dbias_layout
@@ -352,6 +368,11 @@ def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit
         tiles[replace(tile, **registers_of(problem))] = None
     if can_have_bits(problem):
         tiles[replace(tile, tile_bits=not tile.tile_bits)] = None
+    if two_slots_possible(problem):
+        # Also of the tile whose rows a kernel before prepares.
+        for other in list(tiles):
+            if can_have_two_slots(other):
+                tiles[replace(other, key_slots=3 - other.key_slots)] = None
     if tile.splits > 1:
         tiles[replace(tile, splits=1)] = None
     # Parts where no table has them: one key tile, or so few that the multiprocessors are not half full.

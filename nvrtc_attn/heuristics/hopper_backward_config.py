@@ -53,10 +53,17 @@ class Tile:
     """By how many query tiles a key tile begins after the one before it, times 4096, instead of `query_step`."""
     descending: bool = False
     """`HopperBackwardConfig.descending`: of causal scores alone."""
+    key_slots: int = 1
+    """`HopperBackwardConfig.key_slots`; 1 where another choice of the tile leaves no room or no idle warps."""
     tile_bits: bool = False
     """`KernelConfig.tile_bits`: of a mask_mod, where P is known before dP."""
     begins_products: bool = False
     """`HopperBackwardConfig.begins_products`: of a score_mod that adds what distances decide."""
+
+
+def can_have_two_slots(tile: Tile) -> bool:
+    """Whether warps are idle, there is room for another K and for dv, and dk and dv are those of one thread block."""
+    return not (tile.fused or tile.wide or tile.splits > 1 or tile.parts > 1 or tile.block_m == 80)
 
 
 def smem_bytes(config: HopperBackwardConfig) -> int:
@@ -82,6 +89,10 @@ def smem_bytes(config: HopperBackwardConfig) -> int:
     if config.begins_products:
         helpers += diagonal_bytes(config.block_n, config.block_m, config.num_stages)
     barriers = 4 + (6 if config.bias_tiles else 4) * config.num_stages
+    if config.key_slots == 2:  # of k, and a place for dv
+        rows += config.block_n * (slabs + slabs_v)
+        helpers += 16
+        barriers += 4
     return 128 * rows + config.num_stages * 8 * config.block_m + 16 + 8 * barriers + helpers
 
 
@@ -213,6 +224,7 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
         values_in_registers=tile.values_in_registers and tile.block_m != 80,
         descending=tile.descending,
         begins_products=tile.begins_products,
+        key_slots=tile.key_slots if can_have_two_slots(tile) else 1,
     )
     if tile.wide:
         return wide_config(problem, config)

@@ -15,6 +15,7 @@ from .hopper_backward_config import (
     begins_in_products,
     bias_as_tiles,
     can_have_bits,
+    can_have_two_slots,
     has_one_key_tile,
     has_plain_scores,
     hides_keys,
@@ -48,6 +49,22 @@ MIN_WAVES_CAUSAL: Final = 3.5
 MIN_WAVES_PACKED: Final = 7.5
 FUSED_BAND: Final = 4096
 """Queries up to which ``fused`` pays with a band, so that tiles have 64 and not 80 of them."""
+FUSED_WINDOW: Final = 32768
+"""The same with a window. Time of a kernel before over that of ``fused``: 1 x 65536 x 8, window 512, D 128, 0.90; 1 x
+32768 x 16, window 1024, 1.01 (H200, 2026-11-29)."""
+LEAST_WINDOW_FUSED: Final = 257
+"""Keys of a window from which on idle warps prepare rows as fast as consumers use them. 1 x 7424 x 32, D 128: 128 keys
+0.91, 256 0.97; 2 x 7424 x 16: 512 1.03, 1024 1.04."""
+LEAST_FUSED_NARROW: Final = 257
+"""Queries from which on ``fused`` pays up to head dim 64, where other kernels have two slots of K. 64 x 256 x 12 0.88,
+causal 0.95; 32 x 512 x 16 1.04, 1.05 (H200, 2026-11-29)."""
+SHORT: Final = 512
+"""Queries up to which `fused_pays` looks at empty rows and at groups of heads."""
+WINDOW_OF_80: Final = 2049
+"""Keys of a window from which on tiles of 80 queries are as fast as those of 64. Time of 64 over that of 80, 1 x 14336
+x 16: 128 keys 0.93, 512 0.94, 2048 0.99, 4096 1.00 (H200, 2026-11-29)."""
+MOST_TURNS_OF_TWO_SLOTS: Final = {64: 12, 96: 12, 128: 7}
+"""Query tiles of a mean key tile, of all heads of its group, up to which two slots of K pay, by the wider head dim."""
 MIN_WAVES_FUSED: Final = {64: 2.0, 128: 3.0}
 """Key tiles of a multiprocessor from which on ``fused`` pays, by the queries of a tile. Its time over that without:
 16 x 197 x 12 of D 64 (2.9 tiles) 1.04, 5 x 256 x 40 (3.0) 0.97, 3 x 400 x 40 (3.6) 0.95; 4 x 363 x 24 of D 96 (2.2)
@@ -77,6 +94,12 @@ LATE_PART: Final = 0.4
 
 
 def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
+    """The tile of ``problem`` on ``num_sms`` multiprocessors."""
+    tile = tile_of_queries(problem, num_sms)
+    return replace(tile, key_slots=2 if two_slots_pay(problem, tile) else 1)
+
+
+def tile_of_queries(problem: AttentionProblem, num_sms: int) -> Tile:
     """The tile table; what lost is in docs/experiments.md, "Hopper backward: tiles" (H200, 2026-11-21).
 
     128 queries fit in registers up to head dim 64 only. Beyond it 80 with plain scores read 7.5 % less shared memory
@@ -102,10 +125,7 @@ def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
             return replace(tile, **registers_of(problem))
         parts = choose_parts(problem, block_m, num_sms)
         return replace(tile, parts=parts, splits=1) if parts > 1 else tile
-    longest = FUSED_BAND if problem.band else 2048
-    waves = tile.splits * key_tiles(problem) / num_sms
-    least = MIN_WAVES_FUSED_BAND if problem.band else MIN_WAVES_FUSED[block_m]
-    fused = waves > least and problem.seqlen_q <= min(longest, 2 * problem.seqlen_k)
+    fused = fused_pays(problem, block_m, tile.splits * key_tiles(problem) / num_sms)
     widths = [product_width(x) for x in (problem.head_dim, problem.head_dim_v)]
     # Blocks of dq of 80 queries are turned round in 16 bits.
     transposed = min(widths) == 128 and not fused and not is_float32(problem, "dq")
@@ -116,8 +136,61 @@ def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
     descending = is_causal(problem) and not fused and (max(widths) <= 64 or splits > 1 or parts > 1)
     tile = replace(tile, fused=fused, splits=splits, parts=parts, descending=descending, **registers_of(problem))
     # Of heads that are split 64 are 5 % faster: 2 x 8192 and 1 x 16384 with a window, 32 heads on 8 in two.
-    wide = 80 if transposed and splits == 1 else block_m
+    wide = 80 if transposed and splits == 1 and window_of(problem) >= WINDOW_OF_80 else block_m
     return replace(tile, block_m=fewer_empty(problem, wide, fused) if parts == 1 else wide)
+
+
+def window_of(problem: AttentionProblem) -> int:
+    """Keys that a query sees at most: those of a window, or all."""
+    if problem.window_left is None:
+        return problem.seqlen_k
+    right = problem.seqlen_k if problem.window_right is None else problem.window_right
+    return min(problem.window_left + 1 + right, problem.seqlen_k)
+
+
+def fused_pays(problem: AttentionProblem, block_m: int, waves: float) -> bool:
+    """Whether ``fused`` takes less time than a kernel before, with ``waves`` key tiles a multiprocessor.
+
+    Short causal key tiles of grouped heads begin with rows of too many heads: 32 x 512, 32 on 8, 0.91 (D 64) and 0.94
+    of the speed, but 16 x 1024 1.03, 1.02. Up to head dim 64 a kernel before, with two slots of K, is faster with
+    windows (4 x 3072 x 16, 128 keys 1.14, 512 1.04), for few queries, and where 64 leave fewer rows empty than 128
+    (64 x 300 x 12 1.00, causal 1.07; H200, 2026-11-29).
+    """
+    least = MIN_WAVES_FUSED_BAND if problem.band else MIN_WAVES_FUSED[block_m]
+    if waves <= least or problem.seqlen_q > 2 * problem.seqlen_k:
+        return False
+    narrow, window = max(problem.head_dim, problem.head_dim_v) <= 64, problem.window_left is not None
+    short = problem.seqlen_q <= SHORT
+    if narrow and (window or problem.seqlen_q < LEAST_FUSED_NARROW):
+        return False
+    if narrow and short and fewer_empty(problem, 128, False) == 64:
+        return False
+    if short and is_causal(problem) and problem.num_heads > problem.num_heads_kv:
+        return False
+    if window:
+        return window_of(problem) >= LEAST_WINDOW_FUSED and problem.seqlen_q <= FUSED_WINDOW
+    return problem.seqlen_q <= (FUSED_BAND if problem.band else 2048)
+
+
+def two_slots_possible(problem: AttentionProblem) -> bool:
+    """Whether a kernel of whole key tiles can have two slots of K: idle warps store dk and dv, in 16 bits."""
+    return (is_plain(problem) or is_packed_plainly(problem)) and not is_float32(problem, "dk", "dv")
+
+
+def two_slots_pay(problem: AttentionProblem, tile: Tile) -> bool:
+    """Whether K of the next key tile has a slot of its own, and dk and dv leave by idle warps.
+
+    Time of one slot over that of two: D 64, 200 x 197 packed 1.12, 64 x 256 1.17, 32 x 512 1.06, 16 x 1024 1.03, 4 x
+    4096 1.00; D 72 to 96, packed 1.02 to 1.05, 2 x 8192 causal 0.98; D 128, windows of 128 and 256 1.02, packed 100 x
+    300 1.02, 64 x 1024 0.99. docs/experiments.md, "Hopper backward: two slots of K" (H200, 2026-11-29).
+    """
+    if not two_slots_possible(problem) or not can_have_two_slots(tile):
+        return False
+    width = max(product_width(x) for x in (problem.head_dim, problem.head_dim_v))
+    if problem.varlen and 64 < width <= 96:
+        return True
+    turns = problem.num_heads // max(problem.num_heads_kv, 1) * turns_of_head(problem)[0]
+    return turns <= next(most for limit, most in MOST_TURNS_OF_TWO_SLOTS.items() if width <= limit)
 
 
 def fewer_empty(problem: AttentionProblem, block_m: int, fused: bool) -> int:

@@ -201,6 +201,8 @@ class HopperBackwardConfig(KernelConfig):
     """Products begin with what a score_mod adds, which warps of the loading group compute for each diagonal."""
     num_stages_dout: int = 2
     """Slots of dout; ``num_stages`` are those of q."""
+    key_slots: int = 1
+    """Slots of k. With two, dk and dv leave through shared memory, by the idle warps of the loading group."""
     cluster: int = field(default=1, metadata=GIVEN)
     """Thread blocks that share a key tile and run at the same time."""
     smem_bytes: int = field(default=0, metadata=GIVEN)

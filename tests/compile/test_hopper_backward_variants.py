@@ -469,6 +469,10 @@ def test_split_groups_compile_without_a_spill(changes: dict[str, Any]) -> None:
     assert compiled(config).spill_bytes == 0
 
 
+TWO_SLOTS = {"key_slots": 2, "fused": False}
+PACKED = {"varlen": True}
+
+
 def other_ways(head_dim: int, tile: dict[str, Any], changes: dict[str, Any]) -> list[KernelConfig]:
     """The main kernel with ``tile``, and what converts its sums."""
     asked = problem(head_dim, changes.get("dtype", "bfloat16"), **{x: y for x, y in changes.items() if x != "dtype"})
@@ -491,6 +495,8 @@ def other_ways(head_dim: int, tile: dict[str, Any], changes: dict[str, Any]) -> 
         *((d, {"own_code": True, "values_in_registers": d <= 96}, CAUSAL) for d in (72, 96, 112)),
         *((d, {"own_code": True, "keys_in_registers": True, "values_in_registers": True}, CAUSAL) for d in (80, 96)),
         (96, {"own_code": True, "keys_in_registers": True, "values_in_registers": True, "fused": False}, {}),
+        *((d, TWO_SLOTS | {"block_m": m}, x) for d, m in ((64, 64), (64, 128), (128, 64)) for x in (CAUSAL, {})),
+        *((d, TWO_SLOTS | {"block_m": 64}, PACKED) for d in (64, 112, 128)),
     ],
     ids=lambda x: str(x) if isinstance(x, int) else "_".join(x) or "plain",
 )

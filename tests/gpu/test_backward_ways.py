@@ -180,6 +180,69 @@ def test_packed_sequences_with_values_in_registers(head_dim: int, causal: bool, 
     assert made
 
 
+PACKED: dict[str, dict[str, Any]] = {
+    # Without keys, without queries, and tokens in no sequence.
+    "packed": {"seqlens": ((300, 300), (0, 200), (515, 64), (130, 0), (77, 400)), "lead": (3, 5), "tail": (9, 300)},
+    "packed_grouped": {"num_heads_kv": 2, "seqlens": ((200, 333), (640, 640), (1, 129)), "causal": True},
+}
+SMALL: dict[str, dict[str, Any]] = {
+    "dense": {"seqlen_q": 333, "seqlen_k": 500},
+    "causal": {"seqlen_q": 700, "seqlen_k": 700, "causal": True},
+    "grouped": {"seqlen_q": 515, "seqlen_k": 640, "num_heads_kv": 2, "causal": True},
+    "window": {"seqlen_q": 900, "seqlen_k": 900, "window_size": (100, 30)},
+    "keys_unseen": {"seqlen_q": 100, "seqlen_k": 900, "causal": "top_left"},
+    "negative_scale": {"seqlen_q": 500, "seqlen_k": 300, "softmax_scale": -0.1},
+    **PACKED,
+}
+
+
+@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize("head_dim", [24, 64, 72, 96, 112, 128])
+@pytest.mark.parametrize("name", SMALL)
+def test_two_slots_of_keys(name: str, head_dim: int, block_m: int, force: Any) -> None:
+    """dk and dv that idle warps store are those that the consumers store; every element is written."""
+    if block_m == 128 and head_dim > 64:
+        pytest.skip("128 queries a tile fit in registers up to head dim 64")
+    case = cases.make_case(
+        f"ways-slots-{name}", **{"dtype": "bfloat16", "batch": 2, "num_heads": 4, "head_dim": head_dim, **SMALL[name]}
+    )
+    run = Run(case)
+    exact, low = oracle(case, run.arrays)
+    found = {}
+    for slots in (1, 2):
+        made = force(key_slots=slots, fused=False, splits=1, parts=1, block_m=block_m, descending=False)
+        found[slots] = run.backward(run.forward())
+        assert not failures(case, found[slots], exact, low, run.arrays), slots
+        assert made
+    for name in ("dk", "dv"):
+        assert torch.equal(found[1][name], found[2][name]), name
+
+
+@pytest.mark.parametrize(("head_dim", "block_m"), [(64, 128), (64, 64), (128, 64)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_two_slots_of_keys_many_times(packed: bool, head_dim: int, block_m: int, force: Any) -> None:
+    """Rows that are stored before or behind their time would be those of another key tile. dk and dv have one order."""
+    import nvrtc_attn.torch as na
+
+    batch, length, heads = 24, 300, 16
+    shape = (1, batch * length, heads, head_dim) if packed else (batch, length, heads, head_dim)
+    q, k, v, dout = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    options: dict[str, Any] = {}
+    if packed:
+        starts = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=DEVICE)
+        options = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": length, "max_seqlen_k": length}
+    out = na.attention(q, k, v, **options)
+    force(key_slots=1, fused=False, splits=1, parts=1, block_m=block_m)
+    expected = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    force(key_slots=2, fused=False, splits=1, parts=1, block_m=block_m)
+    for _ in range(1000):
+        found = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        assert torch.equal(found[1], expected[1])
+        assert torch.equal(found[2], expected[2])
+        assert float((found[0].float() - expected[0].float()).norm()) < 4e-3 * float(expected[0].float().norm())
+
+
 def test_parts_many_times(force: Any) -> None:
     """A race between the parts of a tile, or with the conversion, would move the gradients by more than rounding."""
     import nvrtc_attn.torch as na

@@ -16,7 +16,13 @@ import numpy as np
 import pytest
 
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
-from nvrtc_attn.heuristics import choose_backward, hopper_backward, hopper_backward_schedule, hopper_backward_tile
+from nvrtc_attn.heuristics import (
+    choose_backward,
+    hopper_backward,
+    hopper_backward_config,
+    hopper_backward_schedule,
+    hopper_backward_tile,
+)
 from nvrtc_attn.heuristics.spec import BackwardPlanSpec
 from nvrtc_attn.jit.config import HopperBackwardConfig
 
@@ -267,6 +273,77 @@ def test_what_stays_in_registers() -> None:
     # Packed sequences: with a band K would spill at head dim 96.
     assert [chosen(d, varlen=True) for d in (64, 72, 80, 96)] == [neither, both, both, values]
     assert chosen(96, causal=False, varlen=True) == both
+
+
+def test_tiles_of_windows() -> None:
+    """Idle warps prepare rows of windows that give them the time; up to head dim 64 a kernel before is faster."""
+
+    def chosen(seqlen: int, window: int, head_dim: int = 128, **more: Any) -> tuple[bool, int, int]:
+        asked = problem(2, seqlen, seqlen, 16, 16, True, head_dim, window_left=window - 1, **more)
+        tile = hopper_backward_tile.choose_tile(asked, NUM_SMS)
+        return tile.fused, tile.block_m, tile.key_slots
+
+    assert chosen(7424, 512) == chosen(7424, 4096) == chosen(32768, 1024) == (True, 64, 1)
+    assert chosen(7424, 128) == chosen(4096, 128) == chosen(65536, 256) == (False, 64, 2)
+    assert chosen(65536, 1024) == (False, 64, 1)
+    assert chosen(65536, 4096) == (False, 80, 1)
+    assert chosen(7424, 128, 64) == chosen(3072, 512, 64) == (False, 128, 2)
+    assert chosen(7424, 2048, 64) == (False, 128, 1)
+    assert chosen(7424, 512, 96) == (True, 64, 1)
+
+
+def packed(sequences: int, length: int, heads: int, head_dim: int, **more: Any) -> AttentionProblem:
+    tokens = dense_layout((1, sequences * length, heads, head_dim), "bfloat16")
+    asked = problem(sequences, length, length, heads, heads, False, head_dim, varlen=True, **more)
+    return replace(asked, q=tokens, k=tokens, v=tokens)
+
+
+@pytest.mark.parametrize(
+    ("asked", "fused", "block_m", "slots"),
+    [
+        (problem(128, 197, 197, 12, 12, False, 64), False, 128, 2),
+        (problem(128, 190, 190, 12, 12, True, 64), False, 64, 2),
+        (problem(64, 300, 300, 12, 12, True, 64), False, 64, 2),
+        (problem(48, 350, 350, 12, 12, False, 64), True, 128, 1),
+        (problem(32, 512, 512, 16, 16, False, 64), True, 128, 1),
+        (problem(32, 512, 512, 32, 8, True, 64), False, 128, 2),
+        (problem(32, 512, 512, 32, 8, True), False, 64, 1),
+        (problem(16, 1024, 1024, 32, 8, True, 64), True, 128, 1),
+        (problem(4, 8192, 8192, 16, 16, False, 64), False, 128, 1),
+        (problem(32, 512, 512, 16, 16, True), True, 64, 1),
+        (packed(200, 197, 12, 64), False, 128, 2),
+        (packed(20, 1500, 16, 96), False, 64, 2),
+        (packed(64, 1024, 16, 128), False, 64, 1),
+        (packed(100, 300, 12, 128), False, 64, 2),
+        (packed(100, 300, 12, 128, deterministic=True), False, 64, 1),
+        (problem(128, 197, 197, 12, 12, False, 64, softcap=30.0), False, 64, 1),
+        (problem(128, 100, 100, 12, 12, False, 64), False, 128, 1),  # one key tile
+    ],
+    ids=str,
+)
+def test_two_slots_of_keys(asked: AttentionProblem, fused: bool, block_m: int, slots: int) -> None:
+    """Where key tiles have few turns, and idle warps nothing else to do."""
+    tile = hopper_backward_tile.choose_tile(asked, NUM_SMS)
+    assert (tile.fused, tile.block_m, tile.key_slots) == (fused, block_m, slots)
+    config = hopper_backward.kernel_of(hopper_backward.plan_spec(asked, tile, num_sms=NUM_SMS)).config
+    assert config.key_slots == slots
+    assert config.smem_bytes <= 232448
+
+
+def test_a_tile_without_idle_warps_has_one_slot_of_keys() -> None:
+    """Candidates change a tile that has two: what they change may take the room or the warps."""
+    asked = problem(128, 197, 197, 12, 12, False, 64)
+    tile = hopper_backward_tile.choose_tile(asked, NUM_SMS)
+    for changes in ({"fused": True}, {"parts": 2}, {"splits": 2}, {"block_m": 80}):
+        other = replace(tile, **changes)
+        assert tile.key_slots == 2
+        assert hopper_backward_config.config_of(asked, other).key_slots == 1
+    made = hopper_backward.candidates(asked, arch="sm_90", num_sms=NUM_SMS, smem_limit=232448)
+    configs = [hopper_backward.kernel_of(spec).config for spec in made]
+    assert {(x.block_m, x.fused, x.key_slots) for x in configs} >= {
+        (128, False, 2), (128, False, 1), (64, False, 2), (64, False, 1), (128, True, 1)
+    }  # fmt: skip
+    assert len(configs) == len(set(configs))
 
 
 def test_queries_of_a_tile_of_split_heads() -> None:

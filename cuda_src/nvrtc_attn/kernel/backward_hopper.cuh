@@ -22,8 +22,9 @@
 //
 // Shared memory (slabs of 64 columns, see hopper/common/wgmma.cuh): K, V, kNumStages x Q, kNumStages x dO, 2 x
 // dS[query][key], row_lse and delta for each slot, which tile it is, what products begin with, mbarriers, what the helpers
-// need. Everything that a tile writes leaves from registers, but for a dbias: with kBiasTiles the slots of dS also bring
-// the bias and take its gradient away (hopper/backward/score_tile_transposed.cuh), and zeros for query tiles that no
+// need. Everything that a tile writes leaves from registers, with two exceptions. With kKeySlots == 2 dk and dv leave through
+// shared memory, by the idle warps of the loading group: hopper/backward/relay.cuh. With kBiasTiles the slots of dS also
+// bring the bias and take its gradient away (hopper/backward/score_tile_transposed.cuh), and zeros for query tiles that no
 // product reaches leave from a slab of zeros.
 //
 // Barriers: mbarriers full / empty for K, V and every slot of Q and dO. `full` counts the bytes of the copies, `empty`
@@ -39,6 +40,7 @@
 #include "../hopper/backward/gradient_store.cuh"
 #include "../hopper/backward/load.cuh"
 #include "../hopper/backward/ordered_dq.cuh"
+#include "../hopper/backward/relay.cuh"
 #include "../hopper/backward/score_block.cuh"
 #include "../hopper/backward/shape.cuh"
 #include "../hopper/backward/tile_diagonals.cuh"
@@ -60,6 +62,7 @@ struct KeyTileConsumer {
   using Work = KeyTileWork<Traits>;
   // kBeginsProducts: scores are products that begin with what the modifier adds.
   static constexpr bool kBegins = Traits::kBeginsProducts;
+  static constexpr bool kRelays = Shape::kRelays;
   using Modifier = ModifierOf<Traits>;
   using Scores = ScoreBlock<cute::conditional_t<kBegins, ProductsBegun<Traits>, Traits>, Shape, Modifier>;
   using Probabilities = FragmentA<Element>[Shape::kStepsM];  // of P^T or dS^T, as left operand
@@ -84,7 +87,8 @@ struct KeyTileConsumer {
   static_assert(!(kRich && Traits::kLog2Lse), "the code of the portable family reads lse as it is");
   static constexpr bool kLengthsOnDevice = Traits::kVarlen || Traits::kSequsedK;
   // dv is stored under the last product, which saves 2 to 3 us a key tile; takes registers.
-  static constexpr bool kEarlyStore = !(Traits::kSplit || Traits::kParts) && !(kLengthsOnDevice && Traits::kKeepWords);
+  static constexpr bool kEarlyStore =
+      !(Traits::kSplit || Traits::kParts || kRelays) && !(kLengthsOnDevice && Traits::kKeepWords);
 
   // Hardware barriers; 0 is __syncthreads.
   enum NamedBarrier : int {
@@ -103,10 +107,11 @@ struct KeyTileConsumer {
   int const lane;
   int const warp;  // of the group
   // Operands in shared memory: rows of this group's keys, rows of queries, and those whose rows are contracted.
-  uint64_t const k_left, v_left, q_right, dout_right, q_rows, dout_rows, ds_operand, k_rows;
+  uint64_t k_left, k_rows;
+  uint64_t const v_left, q_right, dout_right, q_rows, dout_rows, ds_operand;
 
   RingPosition<Shape::kStages> slot;  // of Q, dO and dS, and of keep words
-  unsigned parity = 0;                // of the key tile
+  unsigned parity = 0;                // of the key tile; kRelays: its number modulo 4, of which bit 0 is the slot of K
 
   NVRTC_ATTN_DEVICE KeyTileConsumer(HopperBackwardParams const& params_, unsigned char* smem_pointer_, unsigned smem_,
                                     int group_)
@@ -119,27 +124,39 @@ struct KeyTileConsumer {
         tid(int(threadIdx.x) - 128),
         lane(tid & 31),
         warp(tid >> 5 & 3),
-        k_left(descriptor_k_major(smem + group * 64 * kSlabRowBytes)),
+        k_left(left_of_k(smem_, group_)),
+        k_rows(rows_of_k(smem_, group_)),
         v_left(descriptor_k_major(smem + Shape::kOffsetV + group * 64 * kSlabRowBytes)),
         q_right(descriptor_k_major(smem + Shape::kOffsetQ)),
         dout_right(descriptor_k_major(smem + Shape::kOffsetDout)),
         q_rows(descriptor_mn_major(smem + Shape::kOffsetQ, Shape::kSlabQ)),
         dout_rows(descriptor_mn_major(smem + Shape::kOffsetDout, Shape::kSlabQ)),
-        ds_operand(descriptor_k_major(smem + Shape::kOffsetDs + (Shape::kSplitRows ? group * 64 * kSlabRowBytes : 0))),
-        k_rows(descriptor_mn_major(
-            smem + (Shape::kSplitRows ? 0 : group * (Shape::kSlabs == 1 ? kSlabRowBytes / 2 : Shape::kSlabK)),
-            Shape::kSlabK)) {}
+        ds_operand(descriptor_k_major(smem + Shape::kOffsetDs + (Shape::kSplitRows ? group * 64 * kSlabRowBytes : 0))) {
+  }
+
+  // K at a shared address: its rows of this group, and those that dQ contracts.
+  static NVRTC_ATTN_DEVICE uint64_t left_of_k(unsigned k, int group) {
+    return descriptor_k_major(k + group * 64 * kSlabRowBytes);
+  }
+  static NVRTC_ATTN_DEVICE uint64_t rows_of_k(unsigned k, int group) {
+    return descriptor_mn_major(
+        k + (Shape::kSplitRows ? 0 : group * (Shape::kSlabs == 1 ? kSlabRowBytes / 2 : Shape::kSlabK)), Shape::kSlabK);
+  }
 
   // The key tiles that the loading warp announces, until it says that there are no more.
   NVRTC_ATTN_DEVICE void run() {
     CapturedGradients<Modifier>::clear_held(held_sums());
     while (true) {
-      barriers.full_k().wait(parity);
-      KeyTile const tile = read_key_tile(smem + Shape::kOffsetTile);
+      barriers.full_k(slot_k()).wait(kRelays ? parity >> 1 : parity);
+      KeyTile const tile = read_key_tile(smem + Shape::kOffsetTile + 16 * slot_k());
       if (tile.n_block < 0) break;
       if constexpr (Traits::kVarlen) {
         if (tile.b == params.batch) {  // the virtual sequence of all tokens outside the others
           release_operands();
+          if constexpr (kRelays) {
+            barriers.empty_relay().wait(parity_v() ^ 1);
+            give_to_relay();
+          }
           zero_keys_of_no_sequence<Element, Shape::kConsumers>(params, announced_key_head<Traits>(params, tile),
                                                                tile.n_block, key_tile_list(params).parts(), tid);
           continue;
@@ -156,6 +173,11 @@ struct KeyTileConsumer {
     int left = work.range.count * params.heads_per_group;
     if constexpr (Traits::kTileWords || Traits::kParts) left = load_shared_uniform(smem + Shape::kOffsetCount);
     if constexpr (Traits::kDbiasStore && !Shape::kBiasTiles) zero_dbias_beside(work, left > 0);
+    if constexpr (kRelays) {
+      unsigned const k = smem + uniform(slot_k()) * Shape::kBytesK;  // for uniform registers, as the others
+      k_left = left_of_k(k, group);
+      k_rows = rows_of_k(k, group);
+    }
     DkTiles dk;
     DvTiles dv;
     clear(dk);
@@ -172,6 +194,12 @@ struct KeyTileConsumer {
     }
     if constexpr (Traits::kSplit) {
       if (left > 0) add_to_workspace(dk, dv);
+    } else if constexpr (kRelays) {
+      barriers.empty_relay().wait(parity_v() ^ 1);
+      relay_rows(smem + Shape::kOffsetRelay, dv, 1.0f);
+      named_barrier_sync(kAllConsumers, Shape::kConsumers);  // the other group's last product with K is complete
+      relay_rows(smem_k(), dk, params.scale);
+      give_to_relay();
     } else {
       store_dk(dk, work);
       if ((Traits::kTileWords ? left : work.range.count) == 0 || !kEarlyStore) store_dv(dv, work);
@@ -204,8 +232,8 @@ struct KeyTileConsumer {
       any_hidden = __any_sync(0xffffffffu, hidden != 0);
     }
     Keys k;
-    if constexpr (Traits::kKeysInRegisters) load_own_keys(k, smem);
-    barriers.full_v().wait(parity);
+    if constexpr (Traits::kKeysInRegisters) load_own_keys(k, smem_k());
+    barriers.full_v().wait(parity_v());
     Values v;
     if constexpr (Traits::kValuesInRegisters) load_own_keys(v, smem + Shape::kOffsetV);
     bool stored = false;
@@ -346,7 +374,7 @@ struct KeyTileConsumer {
       pin_registers(dv);
       pin_registers(p);
       release(barriers.empty_dout(slot.stage));
-      if (!(Traits::kSplit || Traits::kParts) && left == 1) release_k();
+      if (!(Traits::kSplit || Traits::kParts || kRelays) && left == 1) release_k();
       add_dq(dq, work, h, m0);
       if (kEarlyStore && left == 1) store_dv(dv, work);
       if constexpr (!Traits::kTileWords) work.range.next(h, m);
@@ -572,7 +600,8 @@ struct KeyTileConsumer {
     if constexpr (kLengthsOnDevice) {
       int const valid = max(work.seqlen.len_k - work.n0, 0);
       if (valid < Shape::kBlockN) {
-        zero_tile_rows<Shape::kBlockN, Shape::kSlabs>(smem, max(valid, 64 * group), 64 * group + 64, tid & 127, 128);
+        zero_tile_rows<Shape::kBlockN, Shape::kSlabs>(smem_k(), max(valid, 64 * group), 64 * group + 64, tid & 127,
+                                                      128);
         fence_async_proxy();
         named_barrier_sync(kOwnGroup + group, 128);
       }
@@ -696,9 +725,11 @@ struct KeyTileConsumer {
 
   // K and V of a tile that has no products.
   NVRTC_ATTN_DEVICE void release_operands() {
-    barriers.full_v().wait(parity);
-    parity ^= 1;
-    release(barriers.empty_k());
+    barriers.full_v().wait(parity_v());
+    if constexpr (!kRelays) {
+      parity ^= 1;
+      release(barriers.empty_k());
+    }
     release(barriers.empty_v());
   }
 
@@ -707,6 +738,24 @@ struct KeyTileConsumer {
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(parity) : "r"(smem + Shape::kOffsetTile + 12) : "memory");
     __syncwarp();
     release(barriers.empty_k());
+  }
+
+  // ---- kRelays: dk and dv to warps that store them (hopper/backward/relay.cuh)
+
+  NVRTC_ATTN_DEVICE int slot_k() const { return kRelays ? int(parity & 1) : 0; }
+  NVRTC_ATTN_DEVICE unsigned smem_k() const { return smem + slot_k() * Shape::kBytesK; }
+  NVRTC_ATTN_DEVICE unsigned parity_v() const { return kRelays ? parity & 1 : parity; }
+
+  // This warp's 16 rows of a gradient.
+  template <int kTiles>
+  NVRTC_ATTN_DEVICE void relay_rows(unsigned to, AccTile const (&c)[1][kTiles], float factor) const {
+    store_to_slabs<Element, Shape::kSlabK>(to, c, factor, 64 * group + 16 * warp, lane);
+  }
+  // The key tile is done. Its number is counted: were it read again, as in release_k, no operand would be in uniform registers.
+  NVRTC_ATTN_DEVICE void give_to_relay() {
+    parity = (parity + 1) & 3;
+    __syncwarp();
+    release(barriers.full_relay());
   }
 
   // The slot of dS of the query tile before: its gradient of the bias has left.
@@ -756,6 +805,8 @@ NVRTC_ATTN_DEVICE void backward_hopper(HopperBackwardParams const& params) {
       if constexpr (Traits::kOrdered) order_additions<Traits>(params, helpers);
     } else if constexpr (Traits::kBeginsProducts) {
       compute_diagonals_beside_queries<Traits>(params, barriers, helpers, smem);
+    } else if constexpr (Shape::kRelays) {
+      relay_gradients<Traits>(params, barriers, smem, warp - 1);
     } else if constexpr (Traits::kFused) {
       prepare_rows<Traits>(params, smem + Shape::kOffsetHelpers, int(threadIdx.x) & 31);
     } else if constexpr (Traits::kKeepWords) {

@@ -8,16 +8,17 @@
 
 namespace nvrtc_attn {
 
-// Their places in shared memory; of what has slots, the place of the first.
-template <int kBlocks, int kStages, int kStagesDout, bool kBiasTiles>
+// Their places in shared memory; of what has slots, the place of the first. kKeySlots: of K.
+template <int kBlocks, int kStages, int kStagesDout, bool kBiasTiles, int kKeySlots = 1>
 struct BackwardBarrierMap {
   static constexpr int kMails = kBlocks == 2 ? 1 : 0;
   static constexpr int kSlotsDs = kBlocks == 2 ? 2 : 0;
   static constexpr int kSlotsBias = kBiasTiles ? kStages : 0;
+  static constexpr int kRelays = kKeySlots == 2 ? 1 : 0;
   enum Place : int {
     kFullK,
-    kEmptyK,
-    kFullV,
+    kEmptyK = kFullK + kKeySlots,
+    kFullV = kEmptyK + kKeySlots,
     kEmptyV,
     kFullMail,
     kEmptyMail = kFullMail + kMails,
@@ -29,7 +30,9 @@ struct BackwardBarrierMap {
     kEmptyDout = kFullDout + kStagesDout,
     kFullBias = kEmptyDout + kStagesDout,
     kEmptyBias = kFullBias + kSlotsBias,
-    kCount = kEmptyBias + kSlotsBias,
+    kFullRelay = kEmptyBias + kSlotsBias,
+    kEmptyRelay = kFullRelay + kRelays,
+    kCount = kEmptyRelay + kRelays,
   };
   static constexpr int kBytes = kCount * Mbarrier::kBytes;
 };
@@ -39,8 +42,8 @@ struct BackwardBarriers {
   using Map = typename Shape::BarrierMap;
   unsigned base;  // shared address
 
-  NVRTC_ATTN_DEVICE Mbarrier full_k() const { return at(Map::kFullK); }
-  NVRTC_ATTN_DEVICE Mbarrier empty_k() const { return at(Map::kEmptyK); }
+  NVRTC_ATTN_DEVICE Mbarrier full_k(int slot = 0) const { return at(Map::kFullK + slot); }
+  NVRTC_ATTN_DEVICE Mbarrier empty_k(int slot = 0) const { return at(Map::kEmptyK + slot); }
   NVRTC_ATTN_DEVICE Mbarrier full_v() const { return at(Map::kFullV); }
   NVRTC_ATTN_DEVICE Mbarrier empty_v() const { return at(Map::kEmptyV); }
   NVRTC_ATTN_DEVICE Mbarrier full_q(int stage) const { return at(Map::kFullQ + stage); }
@@ -55,13 +58,22 @@ struct BackwardBarriers {
   NVRTC_ATTN_DEVICE Mbarrier empty_ds(int slot) const { return at(Map::kEmptyDs + slot); }
   NVRTC_ATTN_DEVICE Mbarrier full_mail() const { return at(Map::kFullMail); }
   NVRTC_ATTN_DEVICE Mbarrier empty_mail() const { return at(Map::kEmptyMail); }
+  // Two slots of K: dk and dv of a key tile are in shared memory, and have left it.
+  NVRTC_ATTN_DEVICE Mbarrier full_relay() const { return at(Map::kFullRelay); }
+  NVRTC_ATTN_DEVICE Mbarrier empty_relay() const { return at(Map::kEmptyRelay); }
 
   NVRTC_ATTN_DEVICE void init() const {
     constexpr int kWarps = Shape::kConsumers / 32;
     full_k().init(1);
     full_v().init(1);
-    empty_k().init(kWarps);
+    empty_k().init(Map::kRelays > 0 ? Shape::kRelayWarps : kWarps);
     empty_v().init(Shape::kReadersV);
+    if constexpr (Map::kRelays > 0) {
+      full_k(1).init(1);
+      empty_k(1).init(Shape::kRelayWarps);
+      full_relay().init(kWarps);
+      empty_relay().init(Shape::kRelayWarps);
+    }
     if constexpr (Shape::kBlocks == 2) {
       full_mail().init(1);
       empty_mail().init(1);

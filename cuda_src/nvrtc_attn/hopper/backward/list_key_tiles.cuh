@@ -6,9 +6,9 @@
 // first, those of about the same length as they lie in memory. Key tiles that are in work at the same time then read the
 // same queries and add to the same rows of dq, which are in L2 as long as that. The shortest sequences come last tile by tile,
 // those that the most query tiles see first, so that the thread blocks end together: as many sequences as have work for all
-// thread blocks while one of them ends half a tile of the sequence before. Where the key tiles of all sequences came that way, as
-// many as fit in 32 MB, 61 documents of 117 to 2396 tokens (16 heads of D 128, causal, H200) waited 1.9 us a key tile for K and
-// took 1221 us, and take 1068.
+// thread blocks while one of them ends half a tile of the sequence before. Before, the key
+// tiles of as many sequences as fit in 32 MB came that way: 61 documents of 117 to 2396 tokens (16 heads of D 128, causal,
+// H200) waited 1.9 us a key tile for K and took 1221 us, and take 1068.
 #pragma once
 #include "schedule.cuh"
 
@@ -101,9 +101,7 @@ NVRTC_ATTN_DEVICE void list_by_sequences(TileList const& list, TileListShape con
   float own_work = 0.0f, work_before;
   for (int i = tid * kEach; i < (tid + 1) * kEach; ++i) own_work += works[i];
   float const work = sum_before<kThreads>(own_work, work_before, float_sums, tid);
-  float const enough = 1.25f * float(longest + 1) * float(shape.workers);
-  int heads = shape.heads_fit;
-  while (heads < shape.heads_kv && (shape.heads_kv % heads != 0 || work * float(heads) < enough)) ++heads;
+  int const heads = shape.heads_of_pass(work, float(longest + 1));
   auto longest_of = [&](int bucket) { return float(kSequenceLevels - bucket / kSequenceChunks) / level_of_cost; };
   float behind = work - work_before;
   for (int i = tid * kEach; i < (tid + 1) * kEach; ++i) {

@@ -26,6 +26,7 @@ constexpr int kHeldBits = int(0x80000000u);
 template <class Traits, class Shape>
 struct BackwardLoader {
   static constexpr bool kPair = Shape::kBlocks == 2;
+  static constexpr bool kRelays = Shape::kRelays;
   static constexpr bool kByWork = Traits::kTileWords && !Traits::kOrdered;  // key tiles in the order of their work
   using Work = KeyTileWork<Traits>;
 
@@ -37,6 +38,7 @@ struct BackwardLoader {
   RingPosition<Shape::kStages> q_slot;
   RingPosition<Shape::kStagesDout> dout_slot;
   unsigned parity = 0;  // of the key tile
+  unsigned round = 0;   // kRelays: parity of the slot of K
   PartTurns turns;      // kParts: of the key tile
 
   NVRTC_ATTN_DEVICE BackwardLoader(HopperBackwardParams const& params_, BackwardBarriers<Shape> const& barriers_,
@@ -79,7 +81,7 @@ struct BackwardLoader {
       }
       if (!is_real || left == 0) {
         announce(tile, tile.h * params.heads_per_group, 0);
-        if (issuer) barriers.full_k().arrive();
+        if (issuer) full_k().arrive();
         barriers.empty_v().wait(parity ^ 1);
         if (issuer) barriers.full_v().arrive();
       } else {
@@ -89,11 +91,12 @@ struct BackwardLoader {
         if (issuer && is_real) store_zeros(work);
       }
       t = take_tile();
+      if constexpr (kRelays) round ^= parity;
       parity ^= 1;
     }
     announce_to_helpers({-1, 0, 0});
     announce({-1, 0, 0}, 0, 0);
-    if (issuer) barriers.full_k().arrive();
+    if (issuer) full_k().arrive();
     if constexpr (Shape::kBytesZeros > 0) wait_stores_read();  // before the block's shared memory becomes another's
   }
 
@@ -128,7 +131,8 @@ struct BackwardLoader {
     }
   }
 
-  // All copies of one key tile, in the order in which slots become free at the end of the tile before.
+  // All copies of one key tile, in the order in which slots become free at the end of the tile before: K last, or first where
+  // it has two slots.
   NVRTC_ATTN_DEVICE void load(Work const& work, int kept_queries) {
     Queries queries(params, work, rank);
     int const hk = key_head<Traits>(params, work.tile.h);
@@ -138,12 +142,16 @@ struct BackwardLoader {
     int in_head = 0;
     if constexpr (Traits::kTileWords) kept.begin(queries.h, queries.m, in_head);
     if constexpr (Traits::kParts) queries.h = turns.h, queries.m = turns.m;
+    auto begin_tile = [&] {
+      announce(work.tile, Traits::kTileWords ? work.tile.h * params.heads_per_group : queries.h, kept_queries);
+      if (issuer) load_k(work, row, hk);
+    };
+    if constexpr (kRelays) begin_tile();
     barriers.empty_v().wait(parity ^ 1);
     if (issuer) load_v(work, row, hk);
     load_q(work, queries);
     load_dout(queries);
-    announce(work.tile, Traits::kTileWords ? work.tile.h * params.heads_per_group : queries.h, kept_queries);
-    if (issuer) load_k(work, row, hk);
+    if constexpr (!kRelays) begin_tile();
     int const total = Traits::kTileWords || Traits::kParts ? kept_queries : work.range.count * params.heads_per_group;
 #pragma unroll 1
     for (int left = total - 1; left > 0; --left) {
@@ -156,6 +164,10 @@ struct BackwardLoader {
       load_dout(queries);
     }
   }
+
+  // Where K of this key tile goes.
+  NVRTC_ATTN_DEVICE int slot_k() const { return kRelays ? int(parity) : 0; }
+  NVRTC_ATTN_DEVICE Mbarrier full_k() const { return barriers.full_k(slot_k()); }
 
   // ---- The four operands, and bias tiles
 
@@ -176,11 +188,11 @@ struct BackwardLoader {
     int const b = params.k_stride_b == 0 ? 0 : work.seqlen.batch_index;
     int bytes = Shape::kBytesK;
     if constexpr (kPair) bytes += Shape::kBytesOtherK;
-    barriers.full_k().arrive_and_expect(bytes);
+    full_k().arrive_and_expect(bytes);
 #pragma unroll
     for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-      load_box(smem + slab * Shape::kSlabK, params.tensor_map_k, barriers.full_k().address, slab * kSlabColumns, row, h,
-               b, kEvictFirst);
+      load_box(smem + slot_k() * Shape::kBytesK + slab * Shape::kSlabK, params.tensor_map_k, full_k().address,
+               slab * kSlabColumns, row, h, b, kEvictFirst);
     }
     if constexpr (kPair) {
 #pragma unroll
@@ -366,10 +378,10 @@ struct BackwardLoader {
   // To the consumers, in front of the barrier that the tile's keys complete; a negative n_block ends their work. The fourth
   // word is the parity of the tile after. kSplit: the second is the first query head. kTileWords: `left` query tiles. kParts: which ones.
   NVRTC_ATTN_DEVICE void announce(KeyTile const& tile, int first_head, int left) {
-    barriers.empty_k().wait(parity ^ 1);
+    barriers.empty_k(slot_k()).wait((kRelays ? round : parity) ^ 1);
     if (issuer) {
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem + Shape::kOffsetTile), "r"(tile.n_block),
-                   "r"(Traits::kSplit ? first_head : tile.h), "r"(tile.b), "r"(parity ^ 1)
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem + Shape::kOffsetTile + 16 * slot_k()),
+                   "r"(tile.n_block), "r"(Traits::kSplit ? first_head : tile.h), "r"(tile.b), "r"(parity ^ 1)
                    : "memory");
       if constexpr (Traits::kTileWords) {
         asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem + Shape::kOffsetCount), "r"(left) : "memory");

@@ -38,6 +38,10 @@ struct HopperBackwardShape {
   static constexpr int kBytesK = kSlabs * kSlabK;
   static constexpr int kBytesV = kSlabsV * kSlabK;
   static constexpr int kBytesDs = kGroups * kSlabQ;
+  // Two slots of K: dv leaves through a place of its own and dk through the slot of its keys (hopper/backward/relay.cuh).
+  static constexpr bool kRelays = Traits::kKeySlots == 2;
+  static constexpr int kRelayWarps = 3;
+  static constexpr int kBytesRelay = kRelays ? kBytesV : 0;
   static constexpr int kBytesStatistic = kBlockM * 4;
   static constexpr bool kBiasTiles = Traits::kBiasTiles;
   static constexpr bool kStoresTiles = kBiasTiles && Traits::kDbiasStore;
@@ -55,18 +59,19 @@ struct HopperBackwardShape {
       kTransposedDq || Traits::kKeepWords || Traits::kOneKeyTile || (kSumsBesideBegun && kSplitRows);
   static constexpr int kTilesDq = kTransposedDq ? kTilesM : kSplitRows ? kTilesD : kSlabs * 4;
 
-  using BarrierMap = BackwardBarrierMap<kBlocks, kStages, kStagesDout, kBiasTiles>;
-  static constexpr int kOffsetV = kBytesK;
+  using BarrierMap = BackwardBarrierMap<kBlocks, kStages, kStagesDout, kBiasTiles, Traits::kKeySlots>;
+  static constexpr int kOffsetV = Traits::kKeySlots * kBytesK;
   static constexpr int kOffsetQ = kOffsetV + kBytesV;
   static constexpr int kOffsetDout = kOffsetQ + kStages * kBytesQ;
   static constexpr int kOffsetDs = kOffsetDout + kStages * kBytesDout;
   static constexpr int kOffsetZeros = kOffsetDs + 2 * kBytesDs;
-  static constexpr int kOffsetLse = kOffsetZeros + kBytesZeros;
+  static constexpr int kOffsetRelay = kOffsetZeros + kBytesZeros;
+  static constexpr int kOffsetLse = kOffsetRelay + kBytesRelay;
   static constexpr int kOffsetDelta = kOffsetLse + kStages * kBytesStatistic;
   static constexpr int kOffsetTile = kOffsetDelta + kStages * kBytesStatistic;
   // kTileWords: how many query tiles the key tile has, and beside each slot of Q which one it holds (16 and 8 bytes).
   // kParts: the first 16 bytes are its PartTurns and its slot of dkv_accum.
-  static constexpr int kOffsetCount = kOffsetTile + 16;
+  static constexpr int kOffsetCount = kOffsetTile + 16 * Traits::kKeySlots;
   static constexpr int kOffsetQueryTiles = kOffsetCount + 16;
   // kTileBits: beside each slot of Q what the mask keeps of its tile, the words of every thread.
   using Bits = ThreadBits<kTilesM>;
@@ -110,9 +115,13 @@ struct HopperBackwardShape {
                     !(Traits::kHasBias || Traits::kMask || Traits::kDropout || Traits::kSoftcap || Traits::kTileWords ||
                       Traits::kParts || Traits::kDescending || Traits::kKeysInRegisters || kOffsetDiagonals % 16 != 0),
                 "who computes diagonals goes up through all query tiles, and scores are products else");
-  static constexpr bool kPlain =
-      !(kBiasTiles || Traits::kHasBias || Traits::kMask || Traits::kDropout || Traits::kSoftcap || Traits::kVarlen ||
-        Traits::kSequsedK || Traits::kOneKeyTile || Traits::kOrdered || ModifierOf<Traits>::kAny);
+  static constexpr bool kPlainOrPacked =
+      !(kBiasTiles || Traits::kHasBias || Traits::kMask || Traits::kDropout || Traits::kSoftcap || Traits::kSequsedK ||
+        Traits::kOneKeyTile || Traits::kOrdered || ModifierOf<Traits>::kAny);
+  static constexpr bool kPlain = kPlainOrPacked && !Traits::kVarlen;
+  static_assert(!kRelays || (kPlainOrPacked && !kTransposedDq && !Traits::kFused && !Traits::kSplit &&
+                             !Traits::kParts && !Traits::kFloat32K),
+                "idle warps, and dk and dv of a whole key tile in 16 bits");
   static_assert(kPlain || !Traits::kFused, "registers, and the warps that prepare rows");
   static_assert(kBlockM == 64 || kTransposedDq || kBlockM == 128, "a group computes 64 rows of dQ or of dQ^T");
   static_assert(kSplitRows ? kSlabs == 1 : kTransposedDq ? kSlabs == kGroups : kSlabs <= kGroups, "columns of dQ");

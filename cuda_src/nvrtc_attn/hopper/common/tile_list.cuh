@@ -88,6 +88,14 @@ struct TileListShape {
   int heads_fit;  // a divisor of them: how many stay in L2
   int group;      // heads of the list's tiles for each key head
   int workers;    // thread blocks that share the list
+
+  // Key heads that share a pass, a divisor of all: as many more than stay in L2 as give all blocks work beside its longest tile.
+  NVRTC_ATTN_DEVICE int heads_of_pass(float work_of_head, float longest) const {
+    float const enough = 1.25f * longest * float(workers);
+    int heads = heads_fit;
+    while (heads < heads_kv && (heads_kv % heads != 0 || work_of_head * float(heads * group) < enough)) ++heads;
+    return heads;
+  }
 };
 
 template <int kThreads, int kTile, bool kByTile, bool kDescending, class Entry, class Cost,
@@ -201,9 +209,7 @@ NVRTC_ATTN_DEVICE void make_tile_list(TileListOf<Entry> const& list, TileListSha
     }
   }
   float const longest = float(classes - costliest[chunks[0]]);
-  float const enough = 1.25f * longest * float(shape.workers);
-  int heads = shape.heads_fit;
-  while (heads < shape.heads_kv && (shape.heads_kv % heads != 0 || work * float(heads * shape.group) < enough)) ++heads;
+  int const heads = shape.heads_of_pass(work, longest);
   list.template finish<kThreads>(slots, tiles_of_all, heads * shape.group, tid, put);
 }
 

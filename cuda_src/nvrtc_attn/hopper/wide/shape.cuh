@@ -43,6 +43,8 @@ struct WideBackwardShape {
   static constexpr bool kBiasTiles = false;
   static constexpr bool kStoresTiles = false;
   static constexpr int kBytesZeros = 0;
+  static constexpr bool kRelays = false;
+  static constexpr int kRelayWarps = 0;
   // dV's operand and dS's factor are two things when the score has a derivative or some of P is dropped.
   static constexpr bool kTwoP = Traits::kSoftcap || Traits::kDropout;
   // The order of a turn that wants scores, P and dQ in registers at the same time: see above.
