@@ -136,7 +136,8 @@ def tile_of_queries(problem: AttentionProblem, num_sms: int) -> Tile:
     descending = is_causal(problem) and not fused and (max(widths) <= 64 or splits > 1 or parts > 1)
     tile = replace(tile, fused=fused, splits=splits, parts=parts, descending=descending, **registers_of(problem))
     # Of heads that are split 64 are 5 % faster: 2 x 8192 and 1 x 16384 with a window, 32 heads on 8 in two.
-    wide = 80 if transposed and splits == 1 and window_of(problem) >= WINDOW_OF_80 else block_m
+    narrow = problem.window_left is not None and window_of(problem) < WINDOW_OF_80
+    wide = 80 if transposed and splits == 1 and not narrow else block_m
     return replace(tile, block_m=fewer_empty(problem, wide, fused) if parts == 1 else wide)
 
 

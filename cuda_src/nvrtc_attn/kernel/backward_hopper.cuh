@@ -50,12 +50,19 @@
 
 namespace nvrtc_attn {
 
+// kRelays: from the first slot of K to that of the key tile, in units of the operands. A member that no other kernel has: its
+// registers would be others.
+struct SlotOfKeys {
+  uint64_t k_slot = 0;
+};
+struct NoSlotOfKeys {};
+
 // One consumer warp-group, which owns 64 of a tile's 128 keys. kOwn is its number where it has code of its own (kOwnCode), so
 // that its product of dQ is no wider than what is left of the columns, else -1. Accumulators are arrays of the functions, not members:
 // the compiler splits the struct into registers before it unrolls the loops over them, or not at all (up to 128 bytes
 // of spills).
 template <class Traits, int kOwn = -1>
-struct KeyTileConsumer {
+struct KeyTileConsumer : cute::conditional_t<HopperBackwardShape<Traits>::kRelays, SlotOfKeys, NoSlotOfKeys> {
   using Shape = HopperBackwardShape<Traits>;
   using Element = typename Shape::Element;
   using Result = ResultK<Traits>;
@@ -107,8 +114,7 @@ struct KeyTileConsumer {
   int const lane;
   int const warp;  // of the group
   // Operands in shared memory: rows of this group's keys, rows of queries, and those whose rows are contracted.
-  uint64_t k_left, k_rows;
-  uint64_t const v_left, q_right, dout_right, q_rows, dout_rows, ds_operand;
+  uint64_t const k_left, v_left, q_right, dout_right, q_rows, dout_rows, ds_operand, k_rows;
 
   RingPosition<Shape::kStages> slot;  // of Q, dO and dS, and of keep words
   unsigned parity = 0;                // of the key tile; kRelays: its number modulo 4, of which bit 0 is the slot of K
@@ -124,31 +130,29 @@ struct KeyTileConsumer {
         tid(int(threadIdx.x) - 128),
         lane(tid & 31),
         warp(tid >> 5 & 3),
-        k_left(left_of_k(smem_, group_)),
-        k_rows(rows_of_k(smem_, group_)),
+        k_left(descriptor_k_major(smem + group * 64 * kSlabRowBytes)),
         v_left(descriptor_k_major(smem + Shape::kOffsetV + group * 64 * kSlabRowBytes)),
         q_right(descriptor_k_major(smem + Shape::kOffsetQ)),
         dout_right(descriptor_k_major(smem + Shape::kOffsetDout)),
         q_rows(descriptor_mn_major(smem + Shape::kOffsetQ, Shape::kSlabQ)),
         dout_rows(descriptor_mn_major(smem + Shape::kOffsetDout, Shape::kSlabQ)),
-        ds_operand(descriptor_k_major(smem + Shape::kOffsetDs + (Shape::kSplitRows ? group * 64 * kSlabRowBytes : 0))) {
-  }
-
-  // K at a shared address: its rows of this group, and those that dQ contracts.
-  static NVRTC_ATTN_DEVICE uint64_t left_of_k(unsigned k, int group) {
-    return descriptor_k_major(k + group * 64 * kSlabRowBytes);
-  }
-  static NVRTC_ATTN_DEVICE uint64_t rows_of_k(unsigned k, int group) {
-    return descriptor_mn_major(
-        k + (Shape::kSplitRows ? 0 : group * (Shape::kSlabs == 1 ? kSlabRowBytes / 2 : Shape::kSlabK)), Shape::kSlabK);
-  }
+        ds_operand(descriptor_k_major(smem + Shape::kOffsetDs + (Shape::kSplitRows ? group * 64 * kSlabRowBytes : 0))),
+        k_rows(descriptor_mn_major(
+            smem + (Shape::kSplitRows ? 0 : group * (Shape::kSlabs == 1 ? kSlabRowBytes / 2 : Shape::kSlabK)),
+            Shape::kSlabK)) {}
 
   // The key tiles that the loading warp announces, until it says that there are no more.
   NVRTC_ATTN_DEVICE void run() {
     CapturedGradients<Modifier>::clear_held(held_sums());
     while (true) {
-      barriers.full_k(slot_k()).wait(kRelays ? parity >> 1 : parity);
-      KeyTile const tile = read_key_tile(smem + Shape::kOffsetTile + 16 * slot_k());
+      unsigned announced = smem + Shape::kOffsetTile;
+      if constexpr (kRelays) {
+        barriers.full_k(slot_k()).wait(parity >> 1);
+        announced += 16 * slot_k();
+      } else {
+        barriers.full_k().wait(parity);
+      }
+      KeyTile const tile = read_key_tile(announced);
       if (tile.n_block < 0) break;
       if constexpr (Traits::kVarlen) {
         if (tile.b == params.batch) {  // the virtual sequence of all tokens outside the others
@@ -174,9 +178,7 @@ struct KeyTileConsumer {
     if constexpr (Traits::kTileWords || Traits::kParts) left = load_shared_uniform(smem + Shape::kOffsetCount);
     if constexpr (Traits::kDbiasStore && !Shape::kBiasTiles) zero_dbias_beside(work, left > 0);
     if constexpr (kRelays) {
-      unsigned const k = smem + uniform(slot_k()) * Shape::kBytesK;  // for uniform registers, as the others
-      k_left = left_of_k(k, group);
-      k_rows = rows_of_k(k, group);
+      this->k_slot = uint64_t(uniform(slot_k()) * (Shape::kBytesK >> 4));  // for uniform registers, as the others
     }
     DkTiles dk;
     DvTiles dv;
@@ -402,13 +404,15 @@ struct KeyTileConsumer {
   NVRTC_ATTN_DEVICE void start_s(ScoreTiles& s, Keys& k) {
     pin_registers(s);
     uint64_t const q = q_right + slot.stage * (Shape::kBytesQ >> 4);
+    uint64_t k_own = k_left;
+    if constexpr (kRelays) k_own += this->k_slot;
     if constexpr (Traits::kKeysInRegisters) {
       pin_registers(k);
       begin_products();
       start_product_rbt<Element, kBlockM>(s, k, q);
     } else {
       begin_products();
-      start_product_abt<Element, Shape::kBlockN, kBlockM, Traits::kHeadDim, kBegins>(s, k_left, q);
+      start_product_abt<Element, Shape::kBlockN, kBlockM, Traits::kHeadDim, kBegins>(s, k_own, q);
     }
     commit_products();
   }
@@ -455,10 +459,12 @@ struct KeyTileConsumer {
     pin_registers(dq);
     begin_products();
     uint64_t const ds = ds_operand + slot.stage * (Shape::kBytesDs >> 4);
+    uint64_t k_all = k_rows;
+    if constexpr (kRelays) k_all += this->k_slot;
     if constexpr (Shape::kTransposedDq) {
-      start_product_atbt<Element, Shape::kSlabQ, Shape::kBlockN>(dq, k_rows, ds);
+      start_product_atbt<Element, Shape::kSlabQ, Shape::kBlockN>(dq, k_all, ds);
     } else {
-      start_product_ab<Element, Shape::kSlabQ, Shape::kBlockN>(dq, ds, k_rows);
+      start_product_ab<Element, Shape::kSlabQ, Shape::kBlockN>(dq, ds, k_all);
     }
     commit_products();
   }
@@ -742,9 +748,16 @@ struct KeyTileConsumer {
 
   // ---- kRelays: dk and dv to warps that store them (hopper/backward/relay.cuh)
 
-  NVRTC_ATTN_DEVICE int slot_k() const { return kRelays ? int(parity & 1) : 0; }
-  NVRTC_ATTN_DEVICE unsigned smem_k() const { return smem + slot_k() * Shape::kBytesK; }
-  NVRTC_ATTN_DEVICE unsigned parity_v() const { return kRelays ? parity & 1 : parity; }
+  NVRTC_ATTN_DEVICE int slot_k() const { return int(parity & 1); }
+  // Branches, as in BackwardLoader::full_k.
+  NVRTC_ATTN_DEVICE unsigned smem_k() const {
+    if constexpr (kRelays) return smem + slot_k() * Shape::kBytesK;
+    return smem;
+  }
+  NVRTC_ATTN_DEVICE unsigned parity_v() const {
+    if constexpr (kRelays) return parity & 1;
+    return parity;
+  }
 
   // This warp's 16 rows of a gradient.
   template <int kTiles>

@@ -142,16 +142,18 @@ struct BackwardLoader {
     int in_head = 0;
     if constexpr (Traits::kTileWords) kept.begin(queries.h, queries.m, in_head);
     if constexpr (Traits::kParts) queries.h = turns.h, queries.m = turns.m;
-    auto begin_tile = [&] {
+    if constexpr (kRelays) {
       announce(work.tile, Traits::kTileWords ? work.tile.h * params.heads_per_group : queries.h, kept_queries);
       if (issuer) load_k(work, row, hk);
-    };
-    if constexpr (kRelays) begin_tile();
+    }
     barriers.empty_v().wait(parity ^ 1);
     if (issuer) load_v(work, row, hk);
     load_q(work, queries);
     load_dout(queries);
-    if constexpr (!kRelays) begin_tile();
+    if constexpr (!kRelays) {
+      announce(work.tile, Traits::kTileWords ? work.tile.h * params.heads_per_group : queries.h, kept_queries);
+      if (issuer) load_k(work, row, hk);
+    }
     int const total = Traits::kTileWords || Traits::kParts ? kept_queries : work.range.count * params.heads_per_group;
 #pragma unroll 1
     for (int left = total - 1; left > 0; --left) {
@@ -165,9 +167,12 @@ struct BackwardLoader {
     }
   }
 
-  // Where K of this key tile goes.
-  NVRTC_ATTN_DEVICE int slot_k() const { return kRelays ? int(parity) : 0; }
-  NVRTC_ATTN_DEVICE Mbarrier full_k() const { return barriers.full_k(slot_k()); }
+  // K of this key tile. Branches, not sums with a slot of zero: other kernels are in need of every register, and with those
+  // 25 of them spilled up to 52 bytes more.
+  NVRTC_ATTN_DEVICE Mbarrier full_k() const {
+    if constexpr (kRelays) return barriers.full_k(int(parity));
+    return barriers.full_k();
+  }
 
   // ---- The four operands, and bias tiles
 
@@ -189,10 +194,12 @@ struct BackwardLoader {
     int bytes = Shape::kBytesK;
     if constexpr (kPair) bytes += Shape::kBytesOtherK;
     full_k().arrive_and_expect(bytes);
+    unsigned to = smem;
+    if constexpr (kRelays) to += parity * Shape::kBytesK;
 #pragma unroll
     for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-      load_box(smem + slot_k() * Shape::kBytesK + slab * Shape::kSlabK, params.tensor_map_k, full_k().address,
-               slab * kSlabColumns, row, h, b, kEvictFirst);
+      load_box(to + slab * Shape::kSlabK, params.tensor_map_k, full_k().address, slab * kSlabColumns, row, h, b,
+               kEvictFirst);
     }
     if constexpr (kPair) {
 #pragma unroll
@@ -378,10 +385,16 @@ struct BackwardLoader {
   // To the consumers, in front of the barrier that the tile's keys complete; a negative n_block ends their work. The fourth
   // word is the parity of the tile after. kSplit: the second is the first query head. kTileWords: `left` query tiles. kParts: which ones.
   NVRTC_ATTN_DEVICE void announce(KeyTile const& tile, int first_head, int left) {
-    barriers.empty_k(slot_k()).wait((kRelays ? round : parity) ^ 1);
+    unsigned to = smem + Shape::kOffsetTile;
+    if constexpr (kRelays) {
+      barriers.empty_k(int(parity)).wait(round ^ 1);
+      to += 16 * parity;
+    } else {
+      barriers.empty_k().wait(parity ^ 1);
+    }
     if (issuer) {
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem + Shape::kOffsetTile + 16 * slot_k()),
-                   "r"(tile.n_block), "r"(Traits::kSplit ? first_head : tile.h), "r"(tile.b), "r"(parity ^ 1)
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(tile.n_block),
+                   "r"(Traits::kSplit ? first_head : tile.h), "r"(tile.b), "r"(parity ^ 1)
                    : "memory");
       if constexpr (Traits::kTileWords) {
         asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem + Shape::kOffsetCount), "r"(left) : "memory");
