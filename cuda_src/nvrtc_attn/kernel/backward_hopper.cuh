@@ -32,7 +32,9 @@
 // each warp that computes diagonals. dS is complete when both groups have arrived at the named barrier of its slot and of
 // the other group, which waits there: between the two is the start of dV. Two slots of dS make one meeting a tile enough:
 // who writes slot j % 2 has met the other group after its product with tile j - 2. With kEarlyDv all consumers meet at
-// one barrier instead. By name: hopper/backward/barriers.cuh, KeyTileConsumer::NamedBarrier.
+// one barrier instead. With two slots of K full_relay counts one arrival per consumer warp, dk and dv being in shared memory;
+// the warps that store them give back the slot of K (empty_k) and the place of dv (empty_relay), one arrival each. By name:
+// hopper/backward/barriers.cuh, KeyTileConsumer::NamedBarrier.
 #pragma once
 #include "../collective/gradient_accumulator.cuh"
 #include "../collective/score_gradient_transposed.cuh"
@@ -50,8 +52,8 @@
 
 namespace nvrtc_attn {
 
-// kRelays: from the first slot of K to that of the key tile, in units of the operands. A member that no other kernel has: its
-// registers would be others.
+// kRelays: from the first slot of K to that of the key tile, in units of the operands. No member of other kernels, whose
+// registers it would change.
 struct SlotOfKeys {
   uint64_t k_slot = 0;
 };
