@@ -53,17 +53,17 @@ FUSED_WINDOW: Final = 32768
 """The same with a window. Time of a kernel before over that of ``fused``: 1 x 65536 x 8, window 512, D 128, 0.90; 1 x
 32768 x 16, window 1024, 1.01 (H200, 2026-11-29)."""
 LEAST_WINDOW_FUSED: Final = 257
-"""Keys of a window from which on idle warps prepare rows as fast as consumers use them. 1 x 7424 x 32, D 128: 128 keys
-0.91, 256 0.97; 2 x 7424 x 16: 512 1.03, 1024 1.04."""
+"""Keys of a window from which on idle warps prepare rows as fast as consumers use them. The same ratio, D 128: 1 x 7424
+x 32, 128 keys 0.91, 256 0.97; 2 x 7424 x 16, 512 1.03, 1024 1.04 (H200, 2026-11-29)."""
 LEAST_FUSED_NARROW: Final = 257
-"""Queries from which on ``fused`` pays up to head dim 64, where other kernels have two slots of K. 64 x 256 x 12 0.88,
-causal 0.95; 32 x 512 x 16 1.04, 1.05 (H200, 2026-11-29)."""
+"""Queries from which on ``fused`` pays up to head dim 64, where other kernels have two slots of K. The same ratio: 64 x
+256 x 12 0.88, causal 0.95; 32 x 512 x 16 1.04, 1.05 (H200, 2026-11-29)."""
 SHORT: Final = 512
 """Queries up to which `fused_pays` looks at empty rows and at groups of heads."""
 WINDOW_OF_80: Final = 2049
 """Keys of a window from which on tiles of 80 queries are as fast as those of 64. Time of 64 over that of 80, 1 x 14336
 x 16: 128 keys 0.93, 512 0.94, 2048 0.99, 4096 1.00 (H200, 2026-11-29)."""
-MOST_TURNS_OF_TWO_SLOTS: Final = {64: 12, 96: 12, 128: 7}
+MOST_TURNS_OF_TWO_SLOTS: Final = {96: 12, 128: 7}
 """Query tiles of a mean key tile, of all heads of its group, up to which two slots of K pay, by the wider head dim."""
 MIN_WAVES_FUSED: Final = {64: 2.0, 128: 3.0}
 """Key tiles of a multiprocessor from which on ``fused`` pays, by the queries of a tile. Its time over that without:
@@ -136,8 +136,8 @@ def tile_of_queries(problem: AttentionProblem, num_sms: int) -> Tile:
     descending = is_causal(problem) and not fused and (max(widths) <= 64 or splits > 1 or parts > 1)
     tile = replace(tile, fused=fused, splits=splits, parts=parts, descending=descending, **registers_of(problem))
     # Of heads that are split 64 are 5 % faster: 2 x 8192 and 1 x 16384 with a window, 32 heads on 8 in two.
-    narrow = problem.window_left is not None and window_of(problem) < WINDOW_OF_80
-    wide = 80 if transposed and splits == 1 and not narrow else block_m
+    few_keys = problem.window_left is not None and window_of(problem) < WINDOW_OF_80
+    wide = 80 if transposed and splits == 1 and not few_keys else block_m
     return replace(tile, block_m=fewer_empty(problem, wide, fused) if parts == 1 else wide)
 
 

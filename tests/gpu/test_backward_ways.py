@@ -214,8 +214,8 @@ def test_two_slots_of_keys(name: str, head_dim: int, block_m: int, force: Any) -
         found[slots] = run.backward(run.forward())
         assert not failures(case, found[slots], exact, low, run.arrays), slots
         assert made
-    for name in ("dk", "dv"):
-        assert torch.equal(found[1][name], found[2][name]), name
+    for gradient in ("dk", "dv"):
+        assert torch.equal(found[1][gradient], found[2][gradient]), gradient
 
 
 @pytest.mark.parametrize(("head_dim", "block_m"), [(64, 128), (64, 64), (128, 64)])
