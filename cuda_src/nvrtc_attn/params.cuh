@@ -176,6 +176,7 @@ struct HopperBackwardParams : BackwardParams {
   int num_chunks;
   int num_workers;         // packed: thread blocks that share the list of tiles
   int num_whole;           // kParts: so many key tiles come first and are not shared
+  float exponent_scale;    // scale * log2(e)
   TensorMap tensor_map_q;  // [batch][head][row][head dim], boxes of 64 columns and one tile of rows
   TensorMap tensor_map_k;
   TensorMap tensor_map_v;

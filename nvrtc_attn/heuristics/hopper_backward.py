@@ -136,9 +136,9 @@ def dout_layout(problem: AttentionProblem) -> OperandLayout:
 
 
 def prepare_warps(head_dim_v: int) -> int:
-    """Warps of ``backward_hopper_prepare``: a thread for every eight columns of a row, a power of two of them."""
+    """Warps of ``backward_hopper_prepare``: a thread for eight columns of a row, or 16 of what is no power of two."""
     vectors = ceil_div(head_dim_v, 8)
-    return PREPARE_ROWS * (1 << (vectors - 1).bit_length()) // 32
+    return PREPARE_ROWS * (1 << vectors.bit_length() - 1) // 32
 
 
 def plan_spec(
@@ -194,13 +194,16 @@ def plan_spec(
     masked = Features(varlen=True, band=problem.band, seqused_k=problem.seqused_k) if varlen else Features()
     if by_work:  # whether there is an order or not: one kernel for all lengths
         masked = Features(band=problem.band, tile_words=True)
+    warps = prepare_warps(config.head_dim_v)
+    two_vectors = PREPARE_ROWS * config.head_dim_v > 32 * warps * 8
     switches = {name: getattr(config, name) for name in ("log2_lse", "one_key_tile", "keep_words", "ordered")}
     prepare = HopperBackwardConfig(
         kernel="backward_hopper_prepare",
         **switches,
-        **(shape | {"num_warps": prepare_warps(config.head_dim_v), "features": masked}),
-        # Not more registers than those of dense problems need (40), for the sake of the one that makes the list.
-        min_blocks_per_sm=48 // prepare_warps(config.head_dim_v) if varlen else 1,
+        **(shape | {"num_warps": warps, "features": masked}),
+        # Not more registers than those of dense problems need (40, of two vectors a thread 54), for the sake of the one
+        # that makes the list.
+        min_blocks_per_sm=(36 if two_vectors else 48) // warps if varlen else 1,
     )
     results = features_of(problem)
     convert = BackwardConfig(

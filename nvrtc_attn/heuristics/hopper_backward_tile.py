@@ -78,10 +78,11 @@ MOST_IN_FLIGHT: Final = 40 << 20
 """Bytes of Q, dO and dq of the heads that causal key tiles in work read: more than that leaves L2 in between."""
 MOST_IN_FLIGHT_WHOLE: Final = 80 << 20
 """The same where heads are not split yet, and dk and dv are not added up, and of wide heads, which gain 2 to 6 %."""
-MOST_IN_FLIGHT_LONG: Final = 92 << 20
-"""The same of more queries than ``fused`` is for, whose split tiles have 64 instead of 80. 1 x 8192, 64 heads on 8, of
-which 138 MB are in flight: in 2 or 4 blocks 0.81 of the time on an H100, 1.02 on an H200, whose memory is faster. 86 MB
-(40 on 8) are not worth it; 104 (48 on 1 in 8 blocks, 1 x 6144, 96 on 8 in 2) in twice as many 0.89 and 0.96 (H100)."""
+MOST_IN_FLIGHT_NARROW: Final = 60 << 20
+"""`MOST_IN_FLIGHT_WHOLE` of more than 4096 queries up to head dim 64, whose split tiles have as many queries: 69 MB (1
+x 10000, 64 on 8) in two and four blocks 0.99 and 0.97 of the time, 52 (1 x 8192, 48 on 8) 1.015 (H200, 2026-11-29)."""
+MOST_IN_FLIGHT_PACKED: Final = 92 << 20
+"""The same of packed sequences, split or not; docs/experiments.md, "Packed sequences: key tiles by sequences"."""
 MIN_TURNS_OF_SPLIT: Final = 48
 """Query tiles of a mean key tile below which adding up dk and dv costs more than that."""
 FEW_TURNS: Final = 12
@@ -121,8 +122,10 @@ def tile_of_queries(problem: AttentionProblem, num_sms: int) -> Tile:
     block_m = most_queries(problem) if (plain or begins) and not problem.softcap else 64
     tile = Tile(block_m=block_m, splits=choose_splits(problem, num_sms), tile_bits=bits, begins_products=begins)
     if not is_plain(problem):
-        if is_packed_plainly(problem) and max(problem.head_dim, problem.head_dim_v) > 64:
-            return replace(tile, **registers_of(problem))
+        if is_packed_plainly(problem):
+            registers = registers_of(problem) if max(problem.head_dim, problem.head_dim_v) > 64 else {}
+            # From the last row down, as dense ones: 0.3 to 1.8 % less time (H200, 2026-11-29).
+            return replace(tile, descending=is_causal(problem), **registers)
         parts = choose_parts(problem, block_m, num_sms)
         return replace(tile, parts=parts, splits=1) if parts > 1 else tile
     fused = fused_pays(problem, block_m, tile.splits * key_tiles(problem) / num_sms)
@@ -320,9 +323,9 @@ def keep_in_l2(problem: AttentionProblem, splits: int, num_sms: int) -> int:
     """``splits``, or more: until what key tiles in work read at a time stays in L2, or a split would have few tiles.
 
     Causal key tiles of a head have different numbers of query tiles, so that blocks come to read different heads of
-    their groups. Longer sequences than ``fused`` is for gain less. Query tiles are counted as those of plain scores.
-    Packed sequences count as so many of their mean length, which takes 0.90 to 0.97 of the time of no more splits
-    (docs/experiments.md, "Packed sequences: key tiles by sequences"). Packed wide heads were not measured.
+    their groups. Query tiles are counted as those of plain scores. 86 MB in five blocks a group (1 x 14336, 40 heads
+    on 8) take 0.98 of the time, 69 of two blocks (1 x 12288, 64 on 8) in four 0.97; 69 whole (2 x 6400, 40 on 10) gain
+    nothing (D 128, H200, 2026-11-29). Packed sequences count as so many of their mean length; wide ones not measured.
     """
     if not is_causal(problem) or (problem.varlen and is_wide(problem)):
         return splits
@@ -330,18 +333,19 @@ def keep_in_l2(problem: AttentionProblem, splits: int, num_sms: int) -> int:
     bytes_of_head = rows * row_bytes(problem)
     if bytes_of_head > L2_BYTES:
         return splits
-    long = problem.varlen or rows > FUSED_BAND
     group = problem.num_heads // problem.num_heads_kv
     tiles_of_head = ceil_div(mean_keys(problem), BLOCK_N)
     turns = ceil_div(rows, most_queries(problem)) / 2  # of a mean key tile and one query head
     workers = num_sms // 2 if is_wide(problem) else num_sms
+    narrow = max(problem.head_dim, problem.head_dim_v) <= 64 and rows > FUSED_BAND
+    whole = MOST_IN_FLIGHT_NARROW if narrow else MOST_IN_FLIGHT_WHOLE
     for more in range(splits, group + 1):
         if group % more:
             continue
         heads = min(workers / tiles_of_head, problem.batch * problem.num_heads_kv * splits)
-        most = MOST_IN_FLIGHT_WHOLE if splits == 1 or is_wide(problem) else MOST_IN_FLIGHT
-        if long:
-            most = MOST_IN_FLIGHT_LONG
+        most = whole if splits == 1 or is_wide(problem) else MOST_IN_FLIGHT
+        if problem.varlen:
+            most = MOST_IN_FLIGHT_PACKED
         in_flight = heads * (group // splits) * bytes_of_head
         if in_flight <= most or group // more * turns < MIN_TURNS_OF_SPLIT:
             break

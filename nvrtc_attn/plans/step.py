@@ -6,16 +6,19 @@ import ctypes
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from ..front import philox
 from ..front.operands import BACKWARD, FORWARD, OPERANDS
 from ..front.problem import AttentionProblem, OperandLayout
 from ..heuristics.spec import Launch
 from ..jit.codegen import params_class
-from ..jit.params import PART_FIELDS, UNBOUNDED, BackwardParams, ForwardParams
+from ..jit.params import PART_FIELDS, UNBOUNDED, BackwardParams, ForwardParams, HopperBackwardParams
 from ..runtime.kernel import Kernel, ParamsBuffer, what_to_launch
 from ..runtime.tensor_maps import TensorMapEncoder
+
+LOG2_E: Final = ctypes.c_float(math.log2(math.e)).value
+"""``kLog2e`` in ``cuda_src/nvrtc_attn/common/numbers.cuh``, in float32 as there."""
 
 
 class Step:
@@ -56,6 +59,8 @@ class Step:
         self.starts_at = struct_type.row_start.offset if spec.config.features.device_starts else 0
         for name, value in (*spec.params, *of_part):
             setattr(values, name, value)
+        if isinstance(values, HopperBackwardParams):
+            values.exponent_scale = values.scale * LOG2_E  # exact until it is stored, so rounded as on the device
         self.kernel, self.grid, self.smem_bytes = kernel, spec.grid, spec.smem_bytes
         self.what = what_to_launch(kernel, spec.grid, spec.block, spec.smem_bytes)
         self.template = bytes(values)

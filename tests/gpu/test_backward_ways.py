@@ -243,6 +243,40 @@ def test_two_slots_of_keys_many_times(packed: bool, head_dim: int, block_m: int,
         assert float((found[0].float() - expected[0].float()).norm()) < 4e-3 * float(expected[0].float().norm())
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "descending"),
+    [(64, False, False), (64, True, False), (64, True, True), (80, True, True), (128, False, False), (128, True, True)],
+)
+def test_neighbours_of_a_sequence_may_hold_nan(head_dim: int, causal: bool, descending: bool, force: Any) -> None:
+    """The last query and key tiles of a sequence hold rows of the next one, which both groups of consumers zero."""
+    import nvrtc_attn.torch as na
+
+    lengths = [300, 77, 515, 130, 64, 1, 190] * 6
+    starts = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
+    total, heads = sum(lengths), 8
+    odd = torch.repeat_interleave(torch.arange(len(lengths), device=DEVICE) % 2 == 1, starts.diff())
+    options: dict[str, Any] = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "causal": causal}
+    options |= {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+    clean = [torch.randn(1, total, heads, head_dim, device=DEVICE, dtype=torch.bfloat16) for _ in range(4)]
+
+    def gradients(of_others: float) -> Any:
+        q, k, v, dout = (torch.where(odd[:, None, None], of_others, x) for x in clean)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = na.attention(*leaves, **options)
+        return lambda: [x[:, ~odd] for x in torch.autograd.grad(out, leaves, dout, retain_graph=True)]
+
+    made = force(descending=descending, splits=1, parts=1)
+    expected = gradients(0.0)()
+    assert all(bool(x.isfinite().all()) for x in expected)
+    again = gradients(float("nan"))
+    for _ in range(1000):
+        found = again()
+        assert torch.equal(found[1], expected[1])
+        assert torch.equal(found[2], expected[2])
+        assert float((found[0].float() - expected[0].float()).norm()) < 4e-3 * float(expected[0].float().norm())
+    assert made
+
+
 def test_parts_many_times(force: Any) -> None:
     """A race between the parts of a tile, or with the conversion, would move the gradients by more than rounding."""
     import nvrtc_attn.torch as na

@@ -221,6 +221,11 @@ def test_parts_of_a_key_tile(asked: AttentionProblem, parts: int) -> None:
         (problem(16, 1024, 1024, 32, 8, True), 1),
         (problem(2, 8192, 8192, 32, 8, True), 1),  # with 80 rows of queries
         (problem(2, 4096, 4096, 64, 8, False), 1),  # all key tiles of a head take as long
+        (problem(1, 12288, 12288, 64, 8, True), 4),  # 138 MB are read at a time, of two blocks 69, of four 34
+        (problem(1, 14336, 14336, 40, 8, True), 5),  # 86 MB
+        (problem(2, 6400, 6400, 40, 10, True), 1),  # 69 MB
+        (problem(1, 10000, 10000, 64, 8, True, 64), 2),  # 69 MB, and tiles of 128 rows either way
+        (problem(1, 8192, 8192, 48, 8, True, 64), 1),  # 52 MB
         (problem(1, 4096, 4096, 96, 8, True, 192), 2),
         (problem(2, 4096, 4096, 16, 2, True, 256), 2),
         (problem(4, 2048, 2048, 16, 8, True, 256), 1),
@@ -351,10 +356,11 @@ def test_queries_of_a_tile_of_split_heads() -> None:
         tile = hopper_backward_tile.choose_tile(problem(batch, 8192, 8192, heads, heads_kv, True), NUM_SMS)
         return tile.splits, tile.block_m
 
-    assert chosen(2, 32, 8) == chosen(1, 40, 8) == (1, 80)
-    assert chosen(1, 64, 8) == (2, 64)  # 138 MB in flight otherwise
-    assert chosen(1, 48, 1) == (12, 64)
-    assert chosen(1, 32, 2) == (4, 64)
+    assert chosen(2, 32, 8) == (1, 80)
+    assert chosen(1, 40, 8) == (5, 64)  # 86 MB in flight otherwise
+    assert chosen(1, 64, 8) == (4, 64)  # 138
+    assert chosen(1, 48, 1) == (24, 64)
+    assert chosen(1, 32, 2) == (8, 64)
 
 
 @pytest.mark.parametrize("keys", [77, 300])

@@ -213,7 +213,11 @@ struct KeyTileConsumer : cute::conditional_t<HopperBackwardShape<Traits>::kRelay
   // dk and dv of a tile that some query sees: every query tile of every query head in turn.
   NVRTC_ATTN_DEVICE void multiply(DkTiles& dk, DvTiles& dv, Work const& work, int left) {
     int const n_group = work.n0 + 64 * group;  // first key of the group
-    typename Scores::Map const map(params);
+    typename Scores::Map map(params);
+    // One product less between the wait for S and P: 0.5 to 2 % less time packed, and 1.3 to 1.9 % where tiles of 128 queries
+    // are ``fused``; others are 0 to 0.9 % slower, for what ptxas then does elsewhere (H200, 2026-11-29).
+    constexpr bool kGivenScale = Traits::kVarlen || (Traits::kFused && kBlockM == 128);
+    if constexpr (kGivenScale && !Scores::Map::kMapped) map.exponent_scale = params.exponent_scale;
     Scores const scores{map, work.mask, n_group + 16 * warp + (lane >> 2), lane & 3,
                         typename Scores::Bias(params, warp, lane)};
     int m = work.range.start;
@@ -269,6 +273,7 @@ struct KeyTileConsumer : cute::conditional_t<HopperBackwardShape<Traits>::kRelay
       Probabilities p, ds;
       ScoreTiles s, dp;
       CapturedGradients<typename Scores::Modifier> captured;  // of kRich another
+      if constexpr (!Traits::kKeepWords) zero_queries(work, m0);
       // S, and dP beside P.
       if constexpr (!Traits::kTileWords) barriers.full_q(slot.stage).wait(slot.parity);
       if constexpr (kBegins) Shape::Begun::load(s, smem + Shape::kOffsetDiagonals, slot.stage, 16 * warp_again());
@@ -289,10 +294,7 @@ struct KeyTileConsumer : cute::conditional_t<HopperBackwardShape<Traits>::kRelay
         pin_registers(dp);
         make_p_and_ds(s, dp, along, work, h, m0, n_group, whole);
         pack_fragments<Element>(p, s);
-        if constexpr (Shape::kEarlyDv) {
-          zero_queries(work, m0);
-          start_dv(dv, p);
-        }
+        if constexpr (Shape::kEarlyDv) start_dv(dv, p);
       } else {
         TransposedKeepWords words;
         if constexpr (Traits::kKeepWords) load_keep_words(words);
@@ -316,14 +318,21 @@ struct KeyTileConsumer : cute::conditional_t<HopperBackwardShape<Traits>::kRelay
         }
         typename Scores::Along along;
         if constexpr (!kBegins) along.compute_transposed(modifier, m0, scores.j - (lane >> 2));
+        // The first references of P, while S runs: 0.5 to 1.5 % less time of long sequences; others lose (H200, 2026-11-29).
+        float2 ahead[Scores::kAhead ? 2 : 1];
+        if constexpr (Scores::kAhead) {
+#pragma unroll
+          for (int m = 0; m < 2; ++m)
+            ahead[m] = load_shared_float2(scores.reference_of(m, statistics(Shape::kOffsetLse)));
+        }
         wait_products<1>();
         pin_registers(s);
         if constexpr (Shape::kBiasTiles) barriers.full_bias(slot.stage).wait(slot.parity);
-        scores.probabilities(s, p, statistics(Shape::kOffsetLse), m0, masked, ds_slab(), hidden, modifier, kept_scores,
-                             along);
+        scores.probabilities(s, p, ahead, statistics(Shape::kOffsetLse), m0, masked, ds_slab(), hidden, modifier,
+                             kept_scores, along);
+        if constexpr (Traits::kKeepWords) zero_queries(work, m0);  // earlier 12 to 60 bytes spill
         typename Scores::KeptP kept;
         if constexpr (Shape::kEarlyDv) {
-          zero_queries(work, m0);  // before there are two of P
           if constexpr (Traits::kKeepWords) {
             scores.keep(kept, p, words);
           } else {
@@ -346,7 +355,6 @@ struct KeyTileConsumer : cute::conditional_t<HopperBackwardShape<Traits>::kRelay
       // dV and the meeting of the groups, each of which has half of dS.
       if (left == 1) release(barriers.empty_v());
       pack_fragments<Element>(ds, dp);
-      if constexpr (!Shape::kEarlyDv) zero_queries(work, m0);
       share_ds(ds);
       if constexpr (Shape::kEarlyDv) {
         named_barrier_sync(kAllConsumers, Shape::kConsumers);
@@ -625,11 +633,15 @@ struct KeyTileConsumer : cute::conditional_t<HopperBackwardShape<Traits>::kRelay
     }
   }
 
-  // Queries beyond the sequence belong to another one: dV and dK multiply them by zero, and they may hold NaN.
+  // Queries beyond the sequence belong to another one: dV and dK multiply them by zero, and they may hold NaN. Before the
+  // products begin: a branch between dS and its stores kept ptxas from moving one among the others, 0.4 to 1.4 % of the time
+  // at head dim 128, 1.6 to 3.8 % at 64 (H200, 2026-11-29).
   NVRTC_ATTN_DEVICE void zero_queries(Work const& work, int m0) {
     if constexpr (Traits::kVarlen) {
       int const valid = work.seqlen.len_q - m0;
       if (valid < kBlockM) {
+        barriers.full_q(slot.stage).wait(slot.parity);
+        barriers.full_dout(slot.stage).wait(slot.parity);
         zero_tile_rows<kBlockM, Shape::kSlabs>(smem + Shape::kOffsetQ + slot.stage * Shape::kBytesQ, valid, kBlockM,
                                                tid, Shape::kConsumers);
         zero_tile_rows<kBlockM, Shape::kSlabsV>(smem + Shape::kOffsetDout + slot.stage * Shape::kBytesDout, valid,

@@ -1,8 +1,10 @@
 // Before backward_hopper: delta = rowsum(dO * O) - dLSE and the reference that P's exponent subtracts, both padded to whole
 // query tiles so that the copy engine can bring them; zeros in dq_accum; the counter of key tiles, and those of additions, set to zero.
 //
-// One CTA per kRows query rows of one (batch, head); a row is read by kLanes neighbouring threads, 16 bytes each. So few, because
-// a short pass takes as long as the latencies that one thread waits for: here those of one row, whatever the tile.
+// One CTA per kRows query rows of one (batch, head); a row is read by kLanes neighbouring threads, one or two vectors of 16 bytes
+// each. So few rows, because a short pass takes as long as the latencies that one thread waits for: here those of one row,
+// whatever the tile. Two vectors where the row has no power of two of them, so that no more than a half of the lanes is idle in
+// one of two turns: with a lane for each, and up to seven of sixteen idle, 2.3 to 3.1 TB/s were moved instead of 3.8 (H200).
 // Rows without a P (has_probabilities), and padding, get an infinite reference. Rows of the workspaces: collective/
 // gradient_accumulator.cuh (accumulator_row0). No shared memory, no barrier.
 // Packed: a CTA for every slot's rows (collective/packed_slots.cuh), and the first one makes the list of key tiles.
@@ -26,8 +28,9 @@ NVRTC_ATTN_DEVICE void backward_hopper_prepare(HopperBackwardParams const& param
   constexpr int kRows = 16;
   constexpr int kLanes = Traits::kNumThreads / kRows;
   constexpr int kVec = 8;
-  static_assert(kBlockM % kRows == 0 && kLanes <= 32 && kLanes * kVec >= Traits::kHeadDimV, "a vector for each thread");
-  static_assert(kLanes * kVec < 2 * Traits::kHeadDimV, "the host counts on other rows a block (PREPARE_ROWS)");
+  constexpr int kEach = (Traits::kHeadDimV + kLanes * kVec - 1) / (kLanes * kVec);  // vectors of a thread
+  static_assert(kBlockM % kRows == 0 && kLanes <= 32 && (kLanes & (kLanes - 1)) == 0, "shuffles add up a row");
+  static_assert(kEach <= 2 && kLanes * kVec < 2 * Traits::kHeadDimV, "the host counts on other rows (PREPARE_ROWS)");
 
   int const tid = int(threadIdx.x);
   if (blockIdx.x == 0 && tid == 0) *tile_counter(params) = 0;
@@ -59,22 +62,28 @@ NVRTC_ATTN_DEVICE void backward_hopper_prepare(HopperBackwardParams const& param
   if (m0 / kBlockM * kBlockM >= seqlen.len_q) return;  // none of the tile's rows
 
   int const m = m0 + tid / kLanes;
-  int const column = tid % kLanes * kVec;
+  int const lane = tid % kLanes;
   bool const is_row = m < seqlen.len_q;
   index_t const row = index_t(seqlen.q_row0) + m;
-  uint4 o = make_uint4(0u, 0u, 0u, 0u);
-  uint4 g = o;
-  if (is_row && column < params.head_dim_v) {
-    o = *reinterpret_cast<uint4 const*>(reinterpret_cast<Element const*>(params.out) +
-                                        index_t(seqlen.batch_index) * params.out_stride_b + row * params.out_stride_m +
-                                        index_t(h) * params.out_stride_h + column);
-    g = *reinterpret_cast<uint4 const*>(reinterpret_cast<Element const*>(params.dout) +
-                                        index_t(seqlen.batch_index) * params.dout_stride_b +
-                                        row * params.dout_stride_m + index_t(h) * params.dout_stride_h + column);
+  Element const* const out = reinterpret_cast<Element const*>(params.out) +
+                             index_t(seqlen.batch_index) * params.out_stride_b + row * params.out_stride_m +
+                             index_t(h) * params.out_stride_h;
+  Element const* const dout = reinterpret_cast<Element const*>(params.dout) +
+                              index_t(seqlen.batch_index) * params.dout_stride_b + row * params.dout_stride_m +
+                              index_t(h) * params.dout_stride_h;
+  uint4 o[kEach], g[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    int const column = (i * kLanes + lane) * kVec;
+    o[i] = g[i] = make_uint4(0u, 0u, 0u, 0u);
+    if (is_row && column < params.head_dim_v) {
+      o[i] = *reinterpret_cast<uint4 const*>(out + column);
+      g[i] = *reinterpret_cast<uint4 const*>(dout + column);
+    }
   }
   // Rows of lse and dlse: per sequence, or tokens when packed.
-  RowReference const reference = load_row_reference(
-      params, is_row && column == 0, h, params.lse_packed ? 0 : index_t(b), params.lse_packed ? row : index_t(m));
+  RowReference const reference = load_row_reference(params, is_row && lane == 0, h, params.lse_packed ? 0 : index_t(b),
+                                                    params.lse_packed ? row : index_t(m));
 
   index_t const first = accumulator_row0<Traits::kVarlen, kBlockM>(seqlen.q_row0, b) + m0;
   index_t const workspace =
@@ -92,13 +101,16 @@ NVRTC_ATTN_DEVICE void backward_hopper_prepare(HopperBackwardParams const& param
   }
 
   float sum = 0.0f;
-  Element const* x = reinterpret_cast<Element const*>(&o);
-  Element const* y = reinterpret_cast<Element const*>(&g);
 #pragma unroll
-  for (int i = 0; i < kVec; ++i) sum = fmaf(to_float(x[i]), to_float(y[i]), sum);
+  for (int i = 0; i < kEach; ++i) {
+    Element const* x = reinterpret_cast<Element const*>(&o[i]);
+    Element const* y = reinterpret_cast<Element const*>(&g[i]);
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) sum = fmaf(to_float(x[e]), to_float(y[e]), sum);
+  }
 #pragma unroll
   for (int offset = kLanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-  if (column == 0) store_row_statistics<Traits>(params, sum, reference, workspace + tid / kLanes);
+  if (lane == 0) store_row_statistics<Traits>(params, sum, reference, workspace + tid / kLanes);
 }
 
 }  // namespace nvrtc_attn

@@ -21,6 +21,9 @@ struct ScoreBlock {
   using Map = ScoreMap<Traits>;
   using Bias = TransposedBias<Traits>;
   static constexpr int kTilesM = Shape::kTilesM;
+  // Whether the caller brings P's references of the first two tiles, read before S was there.
+  static constexpr bool kAhead =
+      Traits::kVarlen && Traits::kBand && Shape::kBlockM == 128 && !Shape::kRelays && !Traits::kKeepWords;
   using KeptScores = MaskBits<Modifier, 1, kTilesM>;
   using Along = Diagonals<Modifier, kTilesM>;
   Map const& map;
@@ -29,10 +32,14 @@ struct ScoreBlock {
   int t;  // lane % 4
   Bias bias;
 
+  // Where P's references of this thread's queries of a tile lie, and delta behind row_delta likewise.
+  NVRTC_ATTN_DEVICE unsigned reference_of(int m, unsigned row_lse) const { return row_lse + 32 * m + 8 * t; }
+
   // Raw products -> P, as an operand too where that is wanted early.
   NVRTC_ATTN_DEVICE void probabilities(AccTile (&s)[1][kTilesM],
-                                       FragmentA<typename Shape::Element> (&p)[Shape::kStepsM], unsigned row_lse,
-                                       int m0, bool masked, unsigned bias_slab, unsigned hidden, Given const& modifier,
+                                       FragmentA<typename Shape::Element> (&p)[Shape::kStepsM],
+                                       float2 const (&ahead)[kAhead ? 2 : 1], unsigned row_lse, int m0, bool masked,
+                                       unsigned bias_slab, unsigned hidden, Given const& modifier,
                                        KeptScores const& kept, Along const& along) const {
     // Before the mask, by whose keys the bias may be anything.
     if constexpr (Shape::kBiasTiles) bias.apply(s, bias_slab, map);
@@ -73,7 +80,7 @@ struct ScoreBlock {
     }
 #pragma unroll
     for (int m = 0; m < kTilesM; ++m) {
-      float2 const lse = load_shared_float2(row_lse + 32 * m + 8 * t);
+      float2 const lse = kAhead && m < 2 ? ahead[m & 1] : load_shared_float2(reference_of(m, row_lse));
       float const reference[2] = {lse.x, lse.y};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
@@ -139,7 +146,7 @@ struct ScoreBlock {
           s[0][m][2 * r + 1] = both.y;
         }
       }
-      float2 const both_delta = load_shared_float2(row_delta + 32 * m + 8 * t);
+      float2 const both_delta = load_shared_float2(reference_of(m, row_delta));
       float const delta[2] = {both_delta.x, both_delta.y};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
