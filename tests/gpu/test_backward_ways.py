@@ -265,15 +265,20 @@ def test_neighbours_of_a_sequence_may_hold_nan(head_dim: int, causal: bool, desc
         out = na.attention(*leaves, **options)
         return lambda: [x[:, ~odd] for x in torch.autograd.grad(out, leaves, dout, retain_graph=True)]
 
+    def close(found: Any, expected: Any) -> bool:
+        return float((found.float() - expected.float()).norm()) < 4e-3 * float(expected.float().norm())
+
     made = force(descending=descending, splits=1, parts=1)
+    # Rounded otherwise where other rows decide whether a warp of the forward pass scales its sums anew.
     expected = gradients(0.0)()
-    assert all(bool(x.isfinite().all()) for x in expected)
     again = gradients(float("nan"))
+    first = again()
+    assert all(map(close, first, expected))
     for _ in range(1000):
         found = again()
-        assert torch.equal(found[1], expected[1])
-        assert torch.equal(found[2], expected[2])
-        assert float((found[0].float() - expected[0].float()).norm()) < 4e-3 * float(expected[0].float().norm())
+        assert close(found[0], first[0])
+        assert torch.equal(found[1], first[1])
+        assert torch.equal(found[2], first[2])
     assert made
 
 

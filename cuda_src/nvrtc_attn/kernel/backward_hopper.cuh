@@ -216,7 +216,7 @@ struct KeyTileConsumer : cute::conditional_t<HopperBackwardShape<Traits>::kRelay
     typename Scores::Map map(params);
     // One product less between the wait for S and P: 0.5 to 2 % less time packed, and 1.3 to 1.9 % where tiles of 128 queries
     // are ``fused``; others are 0 to 0.9 % slower, for what ptxas then does elsewhere (H200, 2026-11-29).
-    constexpr bool kGivenScale = Traits::kVarlen || (Traits::kFused && kBlockM == 128);
+    constexpr bool kGivenScale = Shape::kPlainOrPacked && (Traits::kVarlen || (Traits::kFused && kBlockM == 128));
     if constexpr (kGivenScale && !Scores::Map::kMapped) map.exponent_scale = params.exponent_scale;
     Scores const scores{map, work.mask, n_group + 16 * warp + (lane >> 2), lane & 3,
                         typename Scores::Bias(params, warp, lane)};
@@ -273,7 +273,7 @@ struct KeyTileConsumer : cute::conditional_t<HopperBackwardShape<Traits>::kRelay
       Probabilities p, ds;
       ScoreTiles s, dp;
       CapturedGradients<typename Scores::Modifier> captured;  // of kRich another
-      if constexpr (!Traits::kKeepWords) zero_queries(work, m0);
+      zero_queries<true>(work, m0);
       // S, and dP beside P.
       if constexpr (!Traits::kTileWords) barriers.full_q(slot.stage).wait(slot.parity);
       if constexpr (kBegins) Shape::Begun::load(s, smem + Shape::kOffsetDiagonals, slot.stage, 16 * warp_again());
@@ -294,7 +294,10 @@ struct KeyTileConsumer : cute::conditional_t<HopperBackwardShape<Traits>::kRelay
         pin_registers(dp);
         make_p_and_ds(s, dp, along, work, h, m0, n_group, whole);
         pack_fragments<Element>(p, s);
-        if constexpr (Shape::kEarlyDv) start_dv(dv, p);
+        if constexpr (Shape::kEarlyDv) {
+          zero_queries<false>(work, m0);
+          start_dv(dv, p);
+        }
       } else {
         TransposedKeepWords words;
         if constexpr (Traits::kKeepWords) load_keep_words(words);
@@ -330,9 +333,9 @@ struct KeyTileConsumer : cute::conditional_t<HopperBackwardShape<Traits>::kRelay
         if constexpr (Shape::kBiasTiles) barriers.full_bias(slot.stage).wait(slot.parity);
         scores.probabilities(s, p, ahead, statistics(Shape::kOffsetLse), m0, masked, ds_slab(), hidden, modifier,
                              kept_scores, along);
-        if constexpr (Traits::kKeepWords) zero_queries(work, m0);  // earlier 12 to 60 bytes spill
         typename Scores::KeptP kept;
         if constexpr (Shape::kEarlyDv) {
+          zero_queries<false>(work, m0);  // before there are two of P
           if constexpr (Traits::kKeepWords) {
             scores.keep(kept, p, words);
           } else {
@@ -355,6 +358,7 @@ struct KeyTileConsumer : cute::conditional_t<HopperBackwardShape<Traits>::kRelay
       // dV and the meeting of the groups, each of which has half of dS.
       if (left == 1) release(barriers.empty_v());
       pack_fragments<Element>(ds, dp);
+      if constexpr (!Shape::kEarlyDv) zero_queries<false>(work, m0);
       share_ds(ds);
       if constexpr (Shape::kEarlyDv) {
         named_barrier_sync(kAllConsumers, Shape::kConsumers);
@@ -634,14 +638,17 @@ struct KeyTileConsumer : cute::conditional_t<HopperBackwardShape<Traits>::kRelay
   }
 
   // Queries beyond the sequence belong to another one: dV and dK multiply them by zero, and they may hold NaN. Before the
-  // products begin: a branch between dS and its stores kept ptxas from moving one among the others, 0.4 to 1.4 % of the time
-  // at head dim 128, 1.6 to 3.8 % at 64 (H200, 2026-11-29).
+  // products begin (kFirst) where scores are products alone: a branch between dS and its stores kept ptxas from moving one among
+  // the others, 0.4 to 1.4 % of the time at head dim 128, 1.6 to 3.8 % at 64 (H200, 2026-11-29). Other kernels would spill.
+  template <bool kFirst>
   NVRTC_ATTN_DEVICE void zero_queries(Work const& work, int m0) {
-    if constexpr (Traits::kVarlen) {
+    if constexpr (Traits::kVarlen && kFirst == Shape::kPlainOrPacked) {
       int const valid = work.seqlen.len_q - m0;
       if (valid < kBlockM) {
-        barriers.full_q(slot.stage).wait(slot.parity);
-        barriers.full_dout(slot.stage).wait(slot.parity);
+        if constexpr (kFirst) {
+          barriers.full_q(slot.stage).wait(slot.parity);
+          barriers.full_dout(slot.stage).wait(slot.parity);
+        }
         zero_tile_rows<kBlockM, Shape::kSlabs>(smem + Shape::kOffsetQ + slot.stage * Shape::kBytesQ, valid, kBlockM,
                                                tid, Shape::kConsumers);
         zero_tile_rows<kBlockM, Shape::kSlabsV>(smem + Shape::kOffsetDout + slot.stage * Shape::kBytesDout, valid,

@@ -23,7 +23,7 @@ struct ScoreBlock {
   static constexpr int kTilesM = Shape::kTilesM;
   // Whether the caller brings P's references of the first two tiles, read before S was there.
   static constexpr bool kAhead =
-      Traits::kVarlen && Traits::kBand && Shape::kBlockM == 128 && !Shape::kRelays && !Traits::kKeepWords;
+      Traits::kVarlen && Shape::kPlainOrPacked && Traits::kBand && Shape::kBlockM == 128 && !Shape::kRelays;
   using KeptScores = MaskBits<Modifier, 1, kTilesM>;
   using Along = Diagonals<Modifier, kTilesM>;
   Map const& map;
