@@ -82,7 +82,7 @@ MOST_IN_FLIGHT_NARROW: Final = 60 << 20
 """`MOST_IN_FLIGHT_WHOLE` of more than 4096 queries up to head dim 64, whose split tiles have as many queries: 69 MB (1
 x 10000, 64 on 8) in two and four blocks 0.99 and 0.97 of the time, 52 (1 x 8192, 48 on 8) 1.015 (H200, 2026-11-29)."""
 MOST_IN_FLIGHT_PACKED: Final = 92 << 20
-"""The same of packed sequences, split or not; docs/experiments.md, "Packed sequences: key tiles by sequences"."""
+"""The limit of packed sequences, split or not; docs/experiments.md, "Packed sequences: key tiles by sequences"."""
 MIN_TURNS_OF_SPLIT: Final = 48
 """Query tiles of a mean key tile below which adding up dk and dv costs more than that."""
 FEW_TURNS: Final = 12
@@ -337,20 +337,25 @@ def keep_in_l2(problem: AttentionProblem, splits: int, num_sms: int) -> int:
     tiles_of_head = ceil_div(mean_keys(problem), BLOCK_N)
     turns = ceil_div(rows, most_queries(problem)) / 2  # of a mean key tile and one query head
     workers = num_sms // 2 if is_wide(problem) else num_sms
-    narrow = max(problem.head_dim, problem.head_dim_v) <= 64 and rows > FUSED_BAND
-    most_whole = MOST_IN_FLIGHT_NARROW if narrow else MOST_IN_FLIGHT_WHOLE
     for more in range(splits, group + 1):
         if group % more:
             continue
         heads = min(workers / tiles_of_head, problem.batch * problem.num_heads_kv * splits)
-        most = most_whole if splits == 1 or is_wide(problem) else MOST_IN_FLIGHT
-        if problem.varlen:
-            most = MOST_IN_FLIGHT_PACKED
         in_flight = heads * (group // splits) * bytes_of_head
-        if in_flight <= most or group // more * turns < MIN_TURNS_OF_SPLIT:
+        if in_flight <= most_in_flight(problem, splits) or group // more * turns < MIN_TURNS_OF_SPLIT:
             break
         splits = more
     return splits
+
+
+def most_in_flight(problem: AttentionProblem, splits: int) -> int:
+    """Bytes of Q, dO and dq that key tiles in work may read, with ``splits`` thread blocks a group."""
+    if problem.varlen:
+        return MOST_IN_FLIGHT_PACKED
+    if splits > 1 and not is_wide(problem):
+        return MOST_IN_FLIGHT
+    long = problem.seqlen_q > FUSED_BAND
+    return MOST_IN_FLIGHT_NARROW if long and most_queries(problem) == 128 else MOST_IN_FLIGHT_WHOLE
 
 
 def can_share(problem: AttentionProblem) -> bool:
