@@ -177,6 +177,7 @@ struct HopperBackwardParams : BackwardParams {
   int num_workers;         // packed: thread blocks that share the list of tiles
   int num_whole;           // kParts: so many key tiles come first and are not shared
   float exponent_scale;    // scale * log2(e)
+  int parts_apart;         // kParts: whether each part has a slot of dkv_accum, 0 where those of a key tile share one
   TensorMap tensor_map_q;  // [batch][head][row][head dim], boxes of 64 columns and one tile of rows
   TensorMap tensor_map_k;
   TensorMap tensor_map_v;

@@ -23,7 +23,7 @@ from .hopper_backward_config import (
     is_plain,
     reads_scores,
 )
-from .hopper_backward_schedule import fewer_of_fused, head_group, query_step, tile_list_of
+from .hopper_backward_schedule import even_group, fewer_of_fused, head_group, query_step, tile_list_of
 from .hopper_backward_tile import (
     can_share,
     choose_tile,
@@ -165,10 +165,13 @@ def plan_spec(
     num_tiles = problem.num_heads_kv * key_tiles_of_head * tile.splits
     if tile.fused and problem.band:
         group = fewer_of_fused(problem, group)
+    elif not (varlen or order or config.ordered or config.parts):
+        group = even_group(problem, tile.splits, num_sms // config.cluster, group)
     if tile.heads_together is not None and not varlen:
         group = tile.heads_together
     shared = num_tiles - tile.whole if config.parts else 0
     num_tiles += shared * (tile.parts - 1)
+    apart = shared > 0 and has_parts_apart(problem, tile, num_m_blocks)
     workers = min(num_sms // config.cluster, num_tiles)  # thread blocks, or pairs of them
     rows = tiles * config.block_m
     statistics = entries * problem.num_heads * rows
@@ -183,6 +186,7 @@ def plan_spec(
         ("num_chunks", listed.num_chunks if listed else 0),
         ("num_workers", workers if listed else 0),
         ("num_whole", tile.whole),
+        ("parts_apart", int(apart)),
         ("counter_offset", statistics),
     )
     # The kernels beside it read only the shape of its tiles.
@@ -259,12 +263,18 @@ def plan_spec(
             )
         )
     if shared:
-        convert_parts = HopperBackwardConfig(kernel="dkv_hopper_convert", **shape)
+        convert_parts = HopperBackwardConfig(kernel="dkv_hopper_convert", **(shape | {"num_warps": 4}))
         launches.append(
-            Launch(config=convert_parts, grid=shared, block=convert_parts.num_threads, smem_bytes=0, params=schedule)
+            Launch(
+                config=convert_parts,
+                grid=shared * (BLOCK_N // 16),
+                block=convert_parts.num_threads,
+                smem_bytes=0,
+                params=schedule,
+            )
         )
-        nbytes = 4 * shared * BLOCK_N * (config.head_dim + config.head_dim_v)
-        workspaces.append(Workspace(field="dkv_accum", nbytes=nbytes, zeroed=True))
+        nbytes = 4 * shared * (tile.parts if apart else 1) * BLOCK_N * (config.head_dim + config.head_dim_v)
+        workspaces.append(Workspace(field="dkv_accum", nbytes=nbytes, zeroed=not apart))
     head = rows * config.head_dim
     workspaces += [
         Workspace(
@@ -316,6 +326,16 @@ def plan_spec(
     launches += choose_captured(problem, arch="sm_90a", num_sms=num_sms)
     launches += choose_sink(problem, arch="sm_90a", block_m=config.block_m, padded=True, log2_lse=config.log2_lse)
     return BackwardPlanSpec(launches=tuple(launches), workspaces=tuple(workspaces))
+
+
+def has_parts_apart(problem: AttentionProblem, tile: Tile, num_m_blocks: int) -> bool:
+    """Whether dk and dv of every part of a key tile have a slot of the workspace: stored, and nothing to clear before.
+
+    Time of adding them up over that: 1 x 4379 x 744 x 24, D 128, 4 parts 1.033, 1 x 2000 x 4, 2 parts 1.05 (H200,
+    2026-11-30). Not with a band, where heads far too large for L2 have so many parts that these would take 0.5 GB.
+    """
+    turns = num_m_blocks * (problem.num_heads // problem.num_heads_kv)
+    return not problem.band and tile.parts <= turns  # each has a query tile
 
 
 def _bias_maps(problem: AttentionProblem, config: HopperBackwardConfig) -> list[TensorMap]:
@@ -378,6 +398,8 @@ def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit
                 tiles[replace(other, key_slots=3 - other.key_slots)] = None
     if tile.splits > 1:
         tiles[replace(tile, splits=1)] = None
+    if tile.whole:
+        tiles[replace(tile, parts=1, whole=0)] = None
     # Parts where no table has them: one key tile, or so few that the multiprocessors are not half full.
     few = 4 * key_tiles(problem) <= 3 * num_sms and problem.seqlen_q >= 1024
     if few and tile.parts == tile.splits == 1 and can_share(problem) and not problem.band:

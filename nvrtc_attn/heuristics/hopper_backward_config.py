@@ -39,7 +39,7 @@ class Tile:
     splits: int = 1
     """Thread blocks that share the query heads of a group; a divisor of their number."""
     parts: int = 1
-    """Thread blocks that share the query tiles of a key tile, of all that are not ``whole``."""
+    """Thread blocks that share the query tiles of a key tile that is not one of ``whole``."""
     whole: int = 0
     """So many key tiles, the first ones, are one block's each. Read where ``parts`` are more than one."""
     own_code: bool = False
@@ -78,8 +78,8 @@ def smem_bytes(config: HopperBackwardConfig) -> int:
         rows += config.block_m  # zeros
     if config.fused:  # three warps, 32 rows of out and of dout each, and mbarriers
         helpers = 3 * 2 * 32 * (2 * config.head_dim_v + 16) + 8 * 4
-    if config.parts:  # which query tiles
-        helpers += 16
+    if config.parts:  # which query tiles, of this part and of the next one
+        helpers += 32
     if config.features.tile_words:  # how many query tiles, and which one each slot of q holds
         helpers += 16 + 8 * config.num_stages
     if config.tile_bits:

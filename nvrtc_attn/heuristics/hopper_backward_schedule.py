@@ -6,6 +6,8 @@ is a choice of the tile (``hopper_backward_tile.py``).
 
 from __future__ import annotations
 
+import functools
+import heapq
 import math
 from dataclasses import replace
 from typing import Final
@@ -22,6 +24,10 @@ MOST_STEP: Final = 2
 WINDOW_L2_BYTES: Final = 40 << 20
 L2_BYTES: Final = 32 << 20
 """What stays in an L2 of 50 to 60 MB beside what streams through."""
+MOST_TILES_IN_TURN: Final = 2048
+"""Key tiles up to which `in_turn` follows them: 0.4 ms of the host (one core of an Intel Xeon at 2.1 GHz)."""
+EVEN: Final = 1.02
+"""Times the work of all thread blocks by which an order may end later without another being looked for."""
 SEQUENCE_CHUNKS: Final = 16
 """``kSequenceChunks`` in ``cuda_src/nvrtc_attn/hopper/backward/list_key_tiles.cuh``."""
 
@@ -100,6 +106,53 @@ def head_group(problem: AttentionProblem, splits: int, workers: int, *, by_work:
         return next((x for x in range(least, min(2 * least, heads)) if heads % x == 0), min(least, heads))
     # All groups of one size: 28 heads in 4 groups of 7, not of 8, 0.93.
     return next((x for x in range(together, together // 2, -1) if heads % x == 0), together)
+
+
+def even_group(problem: AttentionProblem, splits: int, workers: int, together: int) -> int:
+    """``together`` of `head_group`, or another half to twice as many with which a causal pass ends earlier.
+
+    Tiles of a group that begin long end short, so that pairs of groups are even and an odd one is left over.
+    """
+    heads = problem.batch * problem.num_heads_kv * splits
+    if not is_causal(problem) or heads * ceil_div(problem.seqlen_k, BLOCK_N) > MOST_TILES_IN_TURN:
+        return together
+    usual, even = in_turn(problem, splits, workers, together)
+    if usual <= EVEN * even:
+        return together
+    others = range(max(together // 2, 1), min(2 * together, heads) + 1)
+    best = min(others, key=lambda x: (in_turn(problem, splits, workers, x)[0], abs(x - together)))
+    return best if in_turn(problem, splits, workers, best)[0] * EVEN <= usual else together
+
+
+def in_turn(problem: AttentionProblem, splits: int, workers: int, together: int) -> tuple[float, float]:
+    """When the last thread block of a causal pass ends, and when all would if their work were the same.
+
+    In tiles of 64 queries. Every block takes the next tile when it is done with one; a tile takes two beside its
+    queries, and five where its dk and dv are added up.
+    """
+    heads = problem.batch * problem.num_heads_kv * splits
+    assert problem.window_right is not None
+    behind = problem.window_right + (problem.seqlen_k - problem.seqlen_q if problem.bottom_right else 0)
+    of_tile = problem.num_heads // problem.num_heads_kv // splits
+    return _in_turn(
+        problem.seqlen_q, problem.seqlen_k, behind, of_tile, 2 if splits == 1 else 5, heads, together, workers
+    )
+
+
+@functools.lru_cache(4096)
+def _in_turn(
+    rows: int, keys: int, behind: int, heads_of_tile: int, beside: int, heads: int, together: int, workers: int
+) -> tuple[float, float]:
+    """`in_turn` by numbers: query 0 sees key ``behind``."""
+    seen = (rows - max(n * BLOCK_N - behind, 0) for n in range(ceil_div(keys, BLOCK_N)))
+    times = [heads_of_tile * max(x, 0) / 64 + beside for x in seen]
+    whole, rest = divmod(heads, together)
+    tiles = [x for x in times for _ in range(together)] * whole + [x for x in times for _ in range(rest)]
+    ends = tiles[:workers]
+    heapq.heapify(ends)
+    for time in tiles[workers:]:
+        heapq.heapreplace(ends, ends[0] + time)
+    return max(ends), sum(tiles) / workers
 
 
 def fewer_of_fused(problem: AttentionProblem, together: int) -> int:

@@ -25,7 +25,16 @@ from .hopper_backward_config import (
     stores_dbias,
     walks_words,
 )
-from .hopper_backward_schedule import L2_BYTES, head_bytes, is_causal, row_bytes
+from .hopper_backward_schedule import (
+    L2_BYTES,
+    MOST_TILES_IN_TURN,
+    even_group,
+    head_bytes,
+    head_group,
+    in_turn,
+    is_causal,
+    row_bytes,
+)
 from .hopper_backward_wide import is_wide
 from .hopper_common import mean_keys, mean_rows, product_width, score_operands
 from .tile_words import bits_pay
@@ -33,16 +42,20 @@ from .tile_words import bits_pay
 TURNS_OF_TILE: Final = 2
 """What a key tile takes beside its query tiles, in those."""
 TURNS_OF_PART: Final = 5
-"""What a part of one takes: it adds up three query tiles' worth of dk and dv."""
+"""What a part of one takes that adds up three query tiles' worth of dk and dv, for `by_turns`."""
 TURNS_OF_NARROW_PART: Final = 3
 """The same of tiles of 128 queries, for `by_turns`: 13 documents of 897 tokens on average, 14 heads on 2, D 64, take
 476 us whole and 380 in 7 blocks a group; 29 of 220, 9 on 3, 72 whole and 89 in 3 (H200, 2026-11-29)."""
 MAX_PARTS: Final = 16
-MIN_GAIN_OF_PARTS: Final = 16
-"""In query tiles: some 45 microseconds, of which clearing and converting the sums take a part."""
-MIN_GAIN_OF_FEW: Final = 3
-"""The same where half of the multiprocessors are idle: 1 x 1024 x 77, 20 heads, D 64, 20 key tiles of 8 query tiles, in
-4 parts 26 us and whole 35; 8 x 1024 x 77, 8 heads, D 80, in 2 parts 52 and 54 (H100)."""
+TURNS_OF_PART_APART: Final = 3.4
+"""What a part takes that `choose_parts` makes, its share of the launch that adds them up included."""
+TURNS_OF_EACH_PART: Final = 0.3
+"""More of it for each of the parts of a key tile, which that launch reads."""
+MIN_GAIN_OF_PARTS: Final = 2.0
+"""In query tiles, about 2.4 us each: 1 x 1116 x 6, D 64, whole 36 us, in 2 parts 31 (H200, 2026-11-30)."""
+LEAST_GAIN_OF_PARTS: Final = 0.015
+LEAST_GAIN_OF_PARTS_FUSED: Final = 0.06
+"""The same of the time of all key tiles, and where whole ones would be ``fused``, which parts cannot be."""
 MOST_OF_GROUP: Final = 200 << 20
 """Bytes of Q, dO and dq of a group's heads that key tiles may read again and again."""
 MIN_WAVES_CAUSAL: Final = 3.5
@@ -87,6 +100,8 @@ MIN_TURNS_OF_SPLIT: Final = 48
 """Query tiles of a mean key tile below which adding up dk and dv costs more than that."""
 FEW_TURNS: Final = 12
 """Query tiles of a mean key tile below which splits are chosen by `by_turns`."""
+LEAST_GAIN_OF_SPLIT: Final = 1.04
+"""Of the time of whole groups over that of more blocks a group, for `end_together`: split ones have smaller tiles."""
 TURNS_OF_WIDE_PART: Final = 4
 TURNS_OF_LAUNCHES: Final = 3
 """Clearing the sums of dk and dv, and the launch that converts them."""
@@ -126,18 +141,22 @@ def tile_of_queries(problem: AttentionProblem, num_sms: int) -> Tile:
             registers = registers_of(problem) if max(problem.head_dim, problem.head_dim_v) > 64 else {}
             # From the last row down, as dense ones: 0 to 3 % less time of nine in ten (H200, 2026-11-29).
             return replace(tile, descending=is_causal(problem), **registers)
-        parts = choose_parts(problem, block_m, num_sms)
-        return replace(tile, parts=parts, splits=1) if parts > 1 else tile
+        parts, whole = choose_parts(problem, block_m, num_sms, LEAST_GAIN_OF_PARTS)
+        return replace(tile, parts=parts, whole=whole, splits=1) if parts > 1 else tile
     fused = fused_pays(problem, block_m, tile.splits * key_tiles(problem) / num_sms)
     widths = [product_width(x) for x in (problem.head_dim, problem.head_dim_v)]
     # Blocks of dq of 80 queries are turned round in 16 bits.
-    transposed = min(widths) == 128 and not fused and not is_float32(problem, "dq")
-    parts = choose_parts(problem, 80 if transposed else block_m, num_sms)
-    splits = 1 if parts > 1 else tile.splits
+    transposed = min(widths) == 128 and not is_float32(problem, "dq")
+    least_gain = LEAST_GAIN_OF_PARTS_FUSED if fused else LEAST_GAIN_OF_PARTS
+    parts, whole = choose_parts(problem, 80 if transposed else block_m, num_sms, least_gain)
+    fused, splits = fused and parts == 1, 1 if parts > 1 else tile.splits
+    transposed = transposed and not fused
     # Rows from the last one down, where key tiles do not begin with preparing them: 2 to 4 % less time; whole heads of
     # 80 to 128 columns gain nothing or lose 5 %. docs/experiments.md, "Hopper backward: who has which key tile, when".
     descending = is_causal(problem) and not fused and (max(widths) <= 64 or splits > 1 or parts > 1)
-    tile = replace(tile, fused=fused, splits=splits, parts=parts, descending=descending, **registers_of(problem))
+    tile = replace(
+        tile, fused=fused, splits=splits, parts=parts, whole=whole, descending=descending, **registers_of(problem)
+    )
     # Of heads that are split 64 are 5 % faster: 2 x 8192 and 1 x 16384 with a window, 32 heads on 8 in two.
     few_keys = problem.window_left is not None and window_of(problem) < WINDOW_OF_80
     wide = 80 if transposed and splits == 1 and not few_keys else block_m
@@ -269,7 +288,7 @@ def choose_splits(problem: AttentionProblem, num_sms: int) -> int:
         waves = fewer * key_tiles(problem) / num_sms
         enough = MIN_WAVES_PACKED if problem.varlen else MIN_WAVES_CAUSAL
         if group % fewer == 0 and (waves >= enough or (not problem.band and waves >= 0.95 * math.ceil(waves))):
-            splits = keep_in_l2(problem, fewer, num_sms)
+            splits = end_together(problem, keep_in_l2(problem, fewer, num_sms), num_sms)
             break
     few = splits > 1 and group // splits * turns_of_head(problem)[0] < FEW_TURNS
     return by_turns(problem, num_sms) if few else splits
@@ -348,6 +367,30 @@ def keep_in_l2(problem: AttentionProblem, splits: int, num_sms: int) -> int:
     return splits
 
 
+def end_together(problem: AttentionProblem, splits: int, num_sms: int) -> int:
+    """``splits``, or more: where the longest causal key tiles of the last group of heads would run alone.
+
+    1 x 8995, 40 heads on 10, is five groups of two heads: 3.81 ms. In two blocks a group of heads, five groups of four
+    of these, 3.43 (H200, 2026-11-30).
+    """
+    group = problem.num_heads // problem.num_heads_kv
+    if not is_causal(problem) or problem.varlen or splits * key_tiles(problem) > MOST_TILES_IN_TURN:
+        return splits
+
+    def time(count: int) -> float:
+        together = even_group(problem, count, num_sms, head_group(problem, count, num_sms))
+        return in_turn(problem, count, num_sms, together)[0]
+
+    found = time(splits)
+    turns = ceil_div(problem.seqlen_q, most_queries(problem)) / 2  # of a mean key tile and one query head
+    for more in range(splits + 1, group + 1):
+        if group % more or more * key_tiles(problem) > MOST_TILES_IN_TURN or group // more * turns < MIN_TURNS_OF_SPLIT:
+            continue
+        if LEAST_GAIN_OF_SPLIT * time(more) <= found:
+            return more
+    return splits
+
+
 def most_in_flight(problem: AttentionProblem, splits: int) -> int:
     """Bytes of Q, dO and dq that key tiles in work may read, with ``splits`` thread blocks a group."""
     if problem.varlen:
@@ -365,30 +408,34 @@ def can_share(problem: AttentionProblem) -> bool:
     return scores and not (problem.softcap or on_device or is_wide(problem))
 
 
-def choose_parts(problem: AttentionProblem, block_m: int, num_sms: int) -> int:
-    """Parts of a key tile's query tiles, each a thread block's: those with which the last wave ends first.
+def choose_parts(problem: AttentionProblem, block_m: int, num_sms: int, least_gain: float) -> tuple[int, int]:
+    """Parts of a key tile's query tiles, each a thread block's, and how many key tiles before those stay whole.
 
-    Few key tiles and many queries (text cross-attention): 160 key tiles of 410 query tiles in 1, 2, 3, 4, 9 parts take
-    2.68, 2.32, 2.15, 2.08, 2.09 ms on 132 multiprocessors (H200), 40 of 32 in 2, 3, 6 parts 83, 70, 75 us, the portable
-    family 137 (H100). Grouped heads far too large for L2 have a query head a part: 0.92 (1 x 16384, 64 on 4, causal).
+    Those that do not fill the last wave are shared, if it ends earlier by ``least_gain`` of all waves: 1 x 2887 x 24, D
+    128, 4.2 waves, 1.12 times as fast, 1 x 3300 x 16, D 64, 3.2, 1.17, 1 x 8000 x 24, D 128, 11.5, 1.03, 1 x 2500 x
+    16, D 80, 2.4, 1.13; docs/experiments.md, "Hopper backward: the last key tiles in parts" (H200, 2026-11-30).
+    Grouped heads far too large for L2 have a query head a part: 0.92 of the time (1 x 16384, 64 on 4, causal).
     """
     group = problem.num_heads // max(problem.num_heads_kv, 1)
     tiles = key_tiles(problem)
     short = has_one_key_tile(problem) and has_plain_scores(problem) and not (problem.deterministic or problem.band)
     if not (is_plain(problem) or short) or not tiles or is_float32(problem, "dk", "dv"):  # parts write the type of k
-        return 1
+        return 1, 0
     if problem.band:
         bytes_of_head = head_bytes(problem)
         drifts = is_causal(problem) and group * bytes_of_head > MOST_OF_GROUP and bytes_of_head <= L2_BYTES
-        return group if drifts and num_sms <= 2 * tiles <= 16 * num_sms else 1
-    turns = ceil_div(problem.seqlen_q, block_m)
+        return (group if drifts and num_sms <= 2 * tiles <= 16 * num_sms else 1), 0
     if group > 1:  # heads are split
-        return 1
+        return 1, 0
+    turns, whole = ceil_div(problem.seqlen_q, block_m), tiles // num_sms * num_sms
+    of_waves = whole // num_sms * (turns + TURNS_OF_TILE)
+    if whole == tiles:
+        return 1, 0
 
-    def time(parts: int) -> int:
-        beside = TURNS_OF_PART if parts > 1 else TURNS_OF_TILE
-        return ceil_div(tiles * parts, num_sms) * (ceil_div(turns, parts) + beside)
+    def time(parts: int) -> float:
+        beside = TURNS_OF_PART_APART + TURNS_OF_EACH_PART * parts if parts > 1 else TURNS_OF_TILE
+        return of_waves + ceil_div((tiles - whole) * parts, num_sms) * (ceil_div(turns, parts) + beside)
 
-    parts = min(range(1, MAX_PARTS + 1), key=time)
-    least = MIN_GAIN_OF_FEW if 2 * tiles <= num_sms else max(MIN_GAIN_OF_PARTS, time(1) // 8)
-    return parts if time(1) - time(parts) >= least else 1
+    most = min(MAX_PARTS, turns, 2 * num_sms // (tiles - whole))
+    parts = min(range(1, most + 1), key=time)
+    return (parts, whole) if time(1) - time(parts) >= max(MIN_GAIN_OF_PARTS, least_gain * time(1)) else (1, 0)

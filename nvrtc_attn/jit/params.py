@@ -137,7 +137,8 @@ class HopperBackwardParams(BackwardParams):
             "num_tiles", "heads_per_group", "query_step", "chunk_rows", "num_chunks", "num_workers", "num_whole",
         )],
         ("exponent_scale", _F32),
-        ("_padding", ctypes.c_uint8 * (-(-(-ctypes.sizeof(BackwardParams) // 8) * 8 + 40) % 64)),
+        ("parts_apart", _I32),
+        ("_padding", ctypes.c_uint8 * (-(-(-ctypes.sizeof(BackwardParams) // 8) * 8 + 44) % 64)),
         *[
             (f"tensor_map_{name}", ctypes.c_uint64 * (TENSOR_MAP_BYTES // 8))
             for name in ("q", "k", "v", "dout", "bias", "dbias")

@@ -173,10 +173,11 @@ def test_configs_are_unique_and_slow_ones_come_first() -> None:
         "forward_hopper",
         "forward_portable",
         "backward_hopper_prepare",
+        "dkv_hopper_convert",
         "dq_convert",
     }
     assert names[0] == "backward_hopper"
-    assert names[-1] in ("backward_hopper_prepare", "dq_convert")
+    assert names[-1] in ("backward_hopper_prepare", "dkv_hopper_convert", "dq_convert")
     assert names.index("backward_hopper_prepare") > names.index("forward_hopper") > 0
     assert {kernel.arch for kernel in kernels if "hopper" in kernel.kernel} == {"sm_90a"}
 

@@ -29,7 +29,7 @@ from nvrtc_attn.jit.config import HopperBackwardConfig
 NUM_SMS = 132
 FIELDS = (
     "batch", "num_heads_kv", "num_n_blocks", "num_tiles", "num_splits", "heads_per_group", "query_step", "head_group",
-    "num_whole", "num_m_blocks", "causal",
+    "num_whole", "parts_apart", "num_m_blocks", "causal",
 )  # fmt: skip
 HOST = f"""
 #include <algorithm>
@@ -143,13 +143,13 @@ def test_every_query_tile_of_every_head_once(
     key_tiles = asked.batch * asked.num_heads_kv * given["num_n_blocks"]
     assert given["num_tiles"] == whole + (key_tiles - whole) * parts
     turns: Counter[tuple[int, ...]] = Counter()
-    slots: dict[int, set[tuple[int, ...]]] = {}
+    slots: dict[int, list[tuple[int, ...]]] = {}
     lengths: dict[tuple[int, ...], list[int]] = {}
     for t in range(given["num_tiles"]):
         count = getattr(header, f"deal_{order}")(params, t, 80, pointer)
         tile, slot = tuple(found[:3].tolist()), int(found[3])
         assert (slot < 0) == (t < whole)
-        slots.setdefault(slot, set()).add(tile)
+        slots.setdefault(slot, []).append(tile)
         lengths.setdefault(tile, []).append(count)
         for h, m in found[4 : 4 + 2 * count].reshape(-1, 2).tolist():
             assert h // group == tile[1]
@@ -159,42 +159,59 @@ def test_every_query_tile_of_every_head_once(
     first = [n * 128 // 80 if asked.band else 0 for n in range(given["num_n_blocks"])]
     seen = sum(max(given["num_m_blocks"] - x, 0) for x in first)
     assert len(turns) == asked.batch * asked.num_heads * seen
-    # A slot of the workspace has one key tile, and as many are converted.
+    # Every part has a slot of the workspace, as many apart as tiles are shared, or a tile has one for all its parts.
     shared = {slot: tiles for slot, tiles in slots.items() if slot >= 0}
-    assert sorted(shared) == list(range(key_tiles - whole))
-    assert all(len(tiles) == 1 for tiles in shared.values())
+    apart = bool(given["parts_apart"])
+    assert apart == (not asked.band and parts <= group * given["num_m_blocks"])
+    assert sorted(shared) == list(range((key_tiles - whole) * (parts if apart else 1)))
+    for slot, tiles in shared.items():
+        assert len(set(tiles)) == 1
+        assert len(tiles) == (1 if apart else parts)
+        assert tiles[0] == shared[slot % (key_tiles - whole)][0]
     assert all(max(x) - min(x) <= 1 for x in lengths.values())
 
 
 def test_launches_and_workspace() -> None:
     asked = problem(1, 4608, 4608, 24, 24, False)
-    usual = {launch.config.kernel for launch in plan(asked).launches}
+    usual = {launch.config.kernel for launch in plan(asked, parts=1).launches}
     assert "dkv_hopper_convert" not in usual
     spec = plan(asked, parts=5, whole=792)
     kernels = {launch.config.kernel: launch for launch in spec.launches}
-    assert kernels["dkv_hopper_convert"].grid == 864 - 792
+    assert kernels["dkv_hopper_convert"].grid == 8 * (864 - 792)
     assert dict(kernels["dkv_hopper_convert"].params)["num_whole"] == 792
     config = kernels["backward_hopper"].config
     assert isinstance(config, HopperBackwardConfig)
     assert config.parts
     assert not config.split
     (workspace,) = (item for item in spec.workspaces if item.field == "dkv_accum")
+    assert not workspace.zeroed
+    assert workspace.nbytes == 4 * 72 * 5 * 128 * 256
+    adding = plan(problem(1, 16384, 16384, 64, 4, True), parts=16)
+    (workspace,) = (x for x in adding.workspaces if x.field == "dkv_accum")
     assert workspace.zeroed
-    assert workspace.nbytes == 4 * 72 * 128 * 256
+    assert workspace.nbytes == 4 * 512 * 128 * 256
 
 
 @pytest.mark.parametrize(
     ("asked", "parts"),
     [
-        (problem(1, 32760, 512, 40, 40, False), 4),  # two waves of 160 key tiles: five of a quarter
+        (problem(1, 32760, 512, 40, 40, False), (9, 132)),  # 160 key tiles
         (problem(1, 32760, 257, 40, 40, False), 1),  # 120 key tiles, a multiprocessor each
         (problem(4, 4096, 300, 10, 10, False), 1),
-        (problem(1, 4608, 4608, 24, 24, False), 1),
-        (problem(1, 32760, 32760, 12, 12, False), 1),  # 0.2 % of 24 waves
-        (problem(1, 2048, 2048, 8, 8, False), 1),  # too short for two more launches
+        (problem(1, 2887, 2887, 24, 24, False), (5, 528)),  # 4.2 waves
+        (problem(1, 3000, 3000, 16, 16, False), 1),  # 2.9
+        (problem(1, 4608, 4608, 24, 24, False), (3, 792)),  # 6.5
+        (problem(1, 32760, 32760, 12, 12, False), (7, 3036)),  # 23.3
+        (problem(4, 4096, 4096, 16, 16, False), 1),  # 1 % of 15.5 waves
+        (problem(1, 4096, 4096, 33, 33, False), 1),  # eight whole waves
+        (problem(2, 1500, 1500, 24, 24, False), (2, 528)),  # 6.7 % of 4.4, though whole tiles would be fused
+        (problem(1, 1800, 1800, 40, 40, False), 1),
+        (problem(1, 1664, 1664, 24, 24, False, 96), (2, 264)),  # 2.4
+        (problem(1, 2048, 2048, 8, 8, False), 1),  # 0.97
+        (problem(1, 1116, 1116, 6, 6, False, 64), 2),
         (problem(4, 4096, 77, 10, 10, False), 3),  # 40 key tiles leave multiprocessors idle
         (problem(4, 4096, 77, 10, 10, False, deterministic=True), 1),
-        (problem(1, 2048, 77, 4, 4, False), 16),
+        (problem(1, 2048, 77, 4, 4, False), 11),
         (problem(8, 1024, 77, 8, 8, False), 2),
         (problem(1, 256, 77, 8, 8, False), 1),
         (problem(1, 16384, 16384, 64, 4, True), 16),  # 268 MB of Q, dO and dq for each key head
@@ -206,10 +223,11 @@ def test_launches_and_workspace() -> None:
     ],
     ids=str,
 )
-def test_parts_of_a_key_tile(asked: AttentionProblem, parts: int) -> None:
+def test_parts_of_a_key_tile(asked: AttentionProblem, parts: int | tuple[int, int]) -> None:
+    """How many, and how many key tiles before those are whole."""
     tile = hopper_backward_tile.choose_tile(asked, NUM_SMS)
-    assert (tile.parts, tile.whole) == (parts, 0)
-    assert tile.splits == 1 or parts == 1
+    assert (tile.parts, tile.whole) == (parts if isinstance(parts, tuple) else (parts, 0))
+    assert tile.parts == 1 or not (tile.fused or tile.splits > 1)
 
 
 @pytest.mark.parametrize(
@@ -242,8 +260,8 @@ def test_splits_that_keep_what_is_read_in_l2(asked: AttentionProblem, splits: in
         (problem(1, 4096, 4096, 96, 8, True, 192), 2),  # two heads of 32 key tiles run on 66 pairs of blocks
         (problem(2, 8192, 8192, 32, 8, True), 2),
         (problem(1, 8192, 8192, 64, 8, True), 2),
-        # 3.3 heads run at a time: with two a group ends in between, three are uneven.
-        (problem(1, 5120, 5120, 64, 8, True), 4),
+        # 3.3 heads run at a time: with two a group ends in between, three are uneven, with four the last ends 4 % late.
+        (problem(1, 5120, 5120, 64, 8, True), 8),
         (problem(2, 3072, 3072, 32, 2, True), 8),  # 32 parts of heads, of which 5.5 run at a time
         (problem(1, 4096, 4096, 28, 4, True), 7),  # 28 likewise: eight would leave four for the end
         (problem(2, 4096, 4096, 64, 8, True), 4),
@@ -258,6 +276,44 @@ def test_heads_whose_key_tiles_are_handed_out_together(asked: AttentionProblem, 
     assert params["head_group"] == together
     heads = params["num_tiles"] // params["num_n_blocks"]
     assert heads % together == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "splits", "together", "most"),
+    [
+        (problem(1, 8995, 8995, 40, 10, True), 2, 4, 1.02),  # five groups of two whole heads end 16 % late
+        (problem(1, 12288, 12288, 24, 8, True), 1, 4, 1.02),
+        (problem(1, 8192, 8192, 10, 10, True), 1, 5, 1.05),  # groups of two to four end 18 % late or more
+        (problem(1, 10240, 10240, 48, 8, True), 3, 3, 1.02),
+        (problem(1, 11500, 11500, 12, 2, True), 3, 3, 1.06),
+        (problem(1, 2618, 2618, 16, 16, True, 256), 1, 4, 1.08),
+        (problem(1, 8192, 8192, 32, 8, True), 1, 2, 1.02),  # four groups of two, as before
+    ],
+    ids=str,
+)
+def test_causal_key_tiles_end_together(asked: AttentionProblem, splits: int, together: int, most: float) -> None:
+    tile = hopper_backward_tile.choose_tile(asked, NUM_SMS)
+    launch = hopper_backward.kernel_of(hopper_backward.plan_spec(asked, tile, num_sms=NUM_SMS))
+    params = dict(launch.params)
+    assert (tile.splits, params["head_group"]) == (splits, together)
+    assert isinstance(launch.config, HopperBackwardConfig)
+    end, even = hopper_backward_schedule.in_turn(asked, splits, NUM_SMS // launch.config.cluster, together)
+    assert even <= end <= most * even
+
+
+def test_when_the_last_thread_block_ends() -> None:
+    """By hand: three key tiles of one head, of 6, 4 and 2 query tiles, and two more each for the tile itself."""
+    asked = problem(1, 384, 384, 1, 1, True)
+    assert hopper_backward_schedule.in_turn(asked, 1, 1, 1) == (18, 18)
+    assert hopper_backward_schedule.in_turn(asked, 1, 2, 1) == (10, 9)  # 8, and 6 + 4
+    assert hopper_backward_schedule.in_turn(asked, 1, 3, 1) == (8, 6)
+    # Two heads in two groups: 8, 6 then 4, 8 on one and 6, 4 on the other; in one group 8, 6, 4 each.
+    both = problem(2, 384, 384, 1, 1, True)
+    assert hopper_backward_schedule.in_turn(both, 1, 2, 1) == (20, 18)
+    assert hopper_backward_schedule.in_turn(both, 1, 2, 2) == (18, 18)
+    # From the top left, and 128 keys that no query sees: such a tile takes its two.
+    wide = problem(1, 256, 384, 1, 1, True, bottom_right=False)
+    assert hopper_backward_schedule.in_turn(wide, 1, 1, 1) == (12, 12)
 
 
 def test_key_tiles_of_one_head_read_the_same_rows() -> None:

@@ -32,6 +32,7 @@ INTS = (
     "num_n_blocks", "num_splits", "head_group", "lse_packed", "window_left", "window_right", "bottom_right",
     "num_tiles", "heads_per_group", "chunk_rows", "num_chunks", "num_workers", "pair_rounds", "head_pairs",
     "tail_first_head", "tail_done", "tail_whole_heads", "query_step", "counter_offset", "num_whole",
+    "parts_apart",
 )  # fmt: skip
 HEADERS = (
     "collective/mask.cuh", "collective/seqlen.cuh", "collective/packed_slots.cuh", "hopper/common/tile_list.cuh",

@@ -36,6 +36,17 @@ NVRTC_ATTN_DEVICE void add_blocks(float* row, float const (&c)[1][kTiles][4], in
   for (int d = 0; d < kTiles; ++d) add_block(row + d * kAccumBlock, c[0][d], lane);
 }
 
+// The same, alone in its place.
+template <int kTiles>
+NVRTC_ATTN_DEVICE void put_blocks(float* row, float const (&c)[1][kTiles][4], int lane) {
+  static_assert(kVectorReduction, "the order of a block's floats");
+#pragma unroll
+  for (int d = 0; d < kTiles; ++d) {
+    reinterpret_cast<float4*>(row + d * kAccumBlock)[lane] =
+        make_float4(c[0][d][0], c[0][d][1], c[0][d][2], c[0][d][3]);
+  }
+}
+
 // This lane's four values of one block. That they are read this once is no hint for vectors: with it the conversion takes 1.05
 // to 1.07 of the time (H200, 2026-11-29).
 NVRTC_ATTN_DEVICE float4 read_block(float const* block, int lane) {
@@ -91,10 +102,11 @@ NVRTC_ATTN_DEVICE void store_blocks(float4 const (&c)[4], Element* dst, index_t 
 }
 
 // One tile of `rows` rows of the workspace -> gradient in its own type and layout, times `factor`.
-// `accum` starts at a multiple of 16 rows; kWidth is its width. All threads of the CTA take part.
-template <int kWidth, int kRows, int kThreads, bool kAligned, class Element>
+// `accum` starts at a multiple of 16 rows; kWidth is its width. All threads of the CTA take part. kSum: of `count` such tiles,
+// `step` floats apart, the sum.
+template <int kWidth, int kRows, int kThreads, bool kAligned, bool kSum = false, class Element>
 NVRTC_ATTN_DEVICE void convert_accumulator(float const* accum, Element* dst, index_t stride_row, index_t stride_col,
-                                           int rows, int cols, float factor, int tid) {
+                                           int rows, int cols, float factor, int tid, int count = 1, index_t step = 0) {
   static_assert(kRows % 16 == 0 && kThreads % 32 == 0);
   constexpr int kTiles = kWidth / 8;
   constexpr int kGroups = (kTiles + 3) / 4;
@@ -113,7 +125,20 @@ NVRTC_ATTN_DEVICE void convert_accumulator(float const* accum, Element* dst, ind
     for (int i = 0; i < 4; ++i) {
       c[i] = kTiles % 4 == 0 || tile0 + i < kTiles ? read_block(block + i * kAccumBlock, lane)
                                                    : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      c[i].x *= factor, c[i].y *= factor, c[i].z *= factor, c[i].w *= factor;
+      if constexpr (!kSum) c[i].x *= factor, c[i].y *= factor, c[i].z *= factor, c[i].w *= factor;
+    }
+    if constexpr (kSum) {
+#pragma unroll 2
+      for (int tile = 1; tile < count; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (kTiles % 4 != 0 && tile0 + i >= kTiles) continue;
+          float4 const more = read_block(block + tile * step + i * kAccumBlock, lane);
+          c[i].x += more.x, c[i].y += more.y, c[i].z += more.z, c[i].w += more.w;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) c[i].x *= factor, c[i].y *= factor, c[i].z *= factor, c[i].w *= factor;
     }
     store_blocks<kAligned>(c, dst, stride_row, stride_col, row0, tile0, rows, cols, lane);
   }

@@ -96,8 +96,7 @@ struct KeyTileConsumer : cute::conditional_t<HopperBackwardShape<Traits>::kRelay
   static_assert(!(kRich && Traits::kLog2Lse), "the code of the portable family reads lse as it is");
   static constexpr bool kLengthsOnDevice = Traits::kVarlen || Traits::kSequsedK;
   // dv is stored under the last product, which saves 2 to 3 us a key tile; takes registers.
-  static constexpr bool kEarlyStore =
-      !(Traits::kSplit || Traits::kParts || kRelays) && !(kLengthsOnDevice && Traits::kKeepWords);
+  static constexpr bool kEarlyStore = !(Traits::kSplit || kRelays) && !(kLengthsOnDevice && Traits::kKeepWords);
 
   // Hardware barriers; 0 is __syncthreads.
   enum NamedBarrier : int {
@@ -177,7 +176,8 @@ struct KeyTileConsumer : cute::conditional_t<HopperBackwardShape<Traits>::kRelay
 
   NVRTC_ATTN_DEVICE void consume(Work const& work) {
     int left = work.range.count * params.heads_per_group;
-    if constexpr (Traits::kTileWords || Traits::kParts) left = load_shared_uniform(smem + Shape::kOffsetCount);
+    if constexpr (Traits::kTileWords) left = load_shared_uniform(smem + Shape::kOffsetCount);
+    if constexpr (Traits::kParts) left = load_shared_uniform(turns_of_part(parity));
     if constexpr (Traits::kDbiasStore && !Shape::kBiasTiles) zero_dbias_beside(work, left > 0);
     if constexpr (kRelays) {
       this->k_slot = uint64_t(uniform(slot_k()) * (Shape::kBytesK >> 4));  // for uniform registers, as the others
@@ -186,16 +186,13 @@ struct KeyTileConsumer : cute::conditional_t<HopperBackwardShape<Traits>::kRelay
     DvTiles dv;
     clear(dk);
     clear(dv);
-    if constexpr (Traits::kParts) {
-      if (left > 0) multiply(dk, dv, work, left);
-      finish_part(dk, dv);
-      return;
-    }
     if (left == 0) {
       release_operands();
     } else {
       multiply(dk, dv, work, left);
     }
+    int part = -1;  // kParts: the slot of the workspace, if the tile is shared
+    if constexpr (Traits::kParts) part = load_shared_uniform(turns_of_part(parity ^ 1) + 12);
     if constexpr (Traits::kSplit) {
       if (left > 0) add_to_workspace(dk, dv);
     } else if constexpr (kRelays) {
@@ -204,9 +201,11 @@ struct KeyTileConsumer : cute::conditional_t<HopperBackwardShape<Traits>::kRelay
       named_barrier_sync(kAllConsumers, Shape::kConsumers);  // the other group's last product with K is complete
       relay_rows(smem_k(), dk, params.scale);
       give_to_relay();
-    } else {
+    } else if (part < 0) {
       store_dk(dk, work);
-      if ((Traits::kTileWords ? left : work.range.count) == 0 || !kEarlyStore) store_dv(dv, work);
+      if ((Traits::kTileWords || Traits::kParts ? left : work.range.count) == 0 || !kEarlyStore) store_dv(dv, work);
+    } else if (left > 0) {
+      put_part(dk, dv, part);
     }
   }
 
@@ -223,8 +222,8 @@ struct KeyTileConsumer : cute::conditional_t<HopperBackwardShape<Traits>::kRelay
     int m = work.range.start;
     int h = announced_first_head<Traits>(params, work.tile);
     if constexpr (Traits::kParts) {
-      m = load_shared_uniform(smem + Shape::kOffsetCount + 4);
-      h = load_shared_uniform(smem + Shape::kOffsetCount + 8);
+      m = load_shared_uniform(turns_of_part(parity) + 4);
+      h = load_shared_uniform(turns_of_part(parity) + 8);
     }
     Modifier modifier(params, work.tile.b, h);
     zero_keys(work, h);
@@ -347,7 +346,7 @@ struct KeyTileConsumer : cute::conditional_t<HopperBackwardShape<Traits>::kRelay
           wait_products<0>();
         }
         pin_registers(dp);
-        if (masked) {
+        if (masked && !Scores::kZeroByP) {
           scores.template gradients<true>(s, kept, dp, statistics(Shape::kOffsetDelta), m0, modifier, captured);
         } else {
           scores.template gradients<false>(s, kept, dp, statistics(Shape::kOffsetDelta), m0, modifier, captured);
@@ -390,9 +389,11 @@ struct KeyTileConsumer : cute::conditional_t<HopperBackwardShape<Traits>::kRelay
       pin_registers(dv);
       pin_registers(p);
       release(barriers.empty_dout(slot.stage));
-      if (!(Traits::kSplit || Traits::kParts || kRelays) && left == 1) release_k();
+      if (!(Traits::kSplit || kRelays) && left == 1) release_k();
       add_dq(dq, work, h, m0);
-      if (kEarlyStore && left == 1) store_dv(dv, work);
+      if (kEarlyStore && left == 1) {
+        if (!Traits::kParts || load_shared_uniform(turns_of_part(parity ^ 1) + 12) < 0) store_dv(dv, work);
+      }
       if constexpr (!Traits::kTileWords) work.range.next(h, m);
       // Nothing stays in flight over the end of the loop: ptxas runs out of registers otherwise.
       wait_products<0>();
@@ -721,27 +722,23 @@ struct KeyTileConsumer : cute::conditional_t<HopperBackwardShape<Traits>::kRelay
     add_blocks(to.dv, dv, lane);
   }
 
-  // kParts: stored, or added to the tile's slot of the workspace (kernel/dkv_hopper_convert.cuh), this warp's 16 keys. What
-  // was announced is read again, as above.
-  NVRTC_ATTN_DEVICE void finish_part(DkTiles const& dk, DvTiles const& dv) {
-    KeyTile const tile = read_key_tile(smem + Shape::kOffsetTile);
-    bool const any = load_shared_uniform(smem + Shape::kOffsetCount) > 0;
-    int const part = load_shared_uniform(smem + Shape::kOffsetCount + 12);
-    if (any) {
-      release_k();
+  // kParts: this warp's 16 keys, added to slot `part` of the workspace, or alone in it (kernel/dkv_hopper_convert.cuh).
+  NVRTC_ATTN_DEVICE void put_part(DkTiles const& dk, DvTiles const& dv, int part) {
+    int const row = 64 * group + 16 * warp;
+    float* const accum = params.dkv_accum + index_t(part) * (Shape::kBlockN * (Traits::kHeadDim + Traits::kHeadDimV));
+    float* const to_dk = accum + row * Traits::kHeadDim;
+    float* const to_dv = accum + Shape::kBlockN * Traits::kHeadDim + row * Traits::kHeadDimV;
+    if (params.parts_apart) {
+      put_blocks(to_dk, dk, lane);
+      put_blocks(to_dv, dv, lane);
     } else {
-      release_operands();
+      add_blocks(to_dk, dk, lane);
+      add_blocks(to_dv, dv, lane);
     }
-    if (part < 0) {
-      Work const work(params, tile, tile.b);
-      store_dk(dk, work);
-      store_dv(dv, work);
-    } else if (any) {
-      int const row = 64 * group + 16 * warp;
-      float* const accum = params.dkv_accum + index_t(part) * (Shape::kBlockN * (Traits::kHeadDim + Traits::kHeadDimV));
-      add_blocks(accum + row * Traits::kHeadDim, dk, lane);
-      add_blocks(accum + Shape::kBlockN * Traits::kHeadDim + row * Traits::kHeadDimV, dv, lane);
-    }
+  }
+  // What was announced of the part (PartTurns): there until the tile after the next one is announced.
+  NVRTC_ATTN_DEVICE unsigned turns_of_part(unsigned parity_of_tile) const {
+    return smem + Shape::kOffsetCount + 16 * parity_of_tile;
   }
 
   // ---- Slots given back

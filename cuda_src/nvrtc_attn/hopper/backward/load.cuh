@@ -399,7 +399,7 @@ struct BackwardLoader {
       if constexpr (Traits::kTileWords) {
         asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem + Shape::kOffsetCount), "r"(left) : "memory");
       }
-      if constexpr (Traits::kParts) turns.store(smem + Shape::kOffsetCount);
+      if constexpr (Traits::kParts) turns.store(smem + Shape::kOffsetCount + 16 * parity);
     }
   }
   NVRTC_ATTN_DEVICE void announce_to_helpers(KeyTile const& tile) {

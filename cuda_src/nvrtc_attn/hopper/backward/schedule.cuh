@@ -44,18 +44,24 @@ NVRTC_ATTN_DEVICE KeyTile key_tile(HopperBackwardParams const& params, int t) {
 }
 
 // kParts: what the number t < num_tiles of some work means. The first num_whole key tiles are one block's each; of every later
-// one there are num_splits parts, and those of the same place are neighbours, so that they read the same rows.
+// one there are num_splits parts, and those of the same place are neighbours, so that they read the same rows. dk and dv of a
+// part have a slot of dkv_accum of their own (parts_apart), or are added up in that of the tile.
 struct TilePart {
   int tile;   // for key_tile
   int place;  // among the parts
-  int slot;   // of dkv_accum, where the parts are added up; -1 of a whole tile
+  int slot;   // -1 of a whole tile
 
   NVRTC_ATTN_DEVICE TilePart(HopperBackwardParams const& params, int t) : tile(t), place(0), slot(-1) {
     if (t < params.num_whole) return;
-    int const shared = params.batch * params.num_heads_kv * params.num_n_blocks - params.num_whole;
-    place = uniform_quotient(t - params.num_whole, shared);
-    slot = t - params.num_whole - place * shared;
-    tile = params.num_whole + slot;
+    int const shared = num_shared(params);
+    int const part = t - params.num_whole;
+    place = uniform_quotient(part, shared);
+    int const of_shared = part - place * shared;
+    slot = params.parts_apart ? part : of_shared;
+    tile = params.num_whole + of_shared;
+  }
+  static NVRTC_ATTN_DEVICE int num_shared(HopperBackwardParams const& params) {
+    return params.batch * params.num_heads_kv * params.num_n_blocks - params.num_whole;
   }
 };
 

@@ -70,7 +70,7 @@ struct HopperBackwardShape {
   static constexpr int kOffsetDelta = kOffsetLse + kStages * kBytesStatistic;
   static constexpr int kOffsetTile = kOffsetDelta + kStages * kBytesStatistic;
   // kTileWords: how many query tiles the key tile has, and beside each slot of Q which one it holds (16 and 8 bytes).
-  // kParts: the first 16 bytes are its PartTurns and its slot of dkv_accum.
+  // kParts: its PartTurns, which have two places.
   static constexpr int kOffsetCount = kOffsetTile + 16 * Traits::kKeySlots;
   static constexpr int kOffsetQueryTiles = kOffsetCount + 16;
   // kTileBits: beside each slot of Q what the mask keeps of its tile, the words of every thread.
@@ -78,7 +78,7 @@ struct HopperBackwardShape {
   static constexpr int kBytesBits =
       Traits::kTileBits ? kConsumers * Bits::kBytes + GroupWords<kConsumers / 128>::kBytes : 0;
   static constexpr int kOffsetBits =
-      kOffsetCount + (Traits::kTileWords ? 16 + 8 * kStages : 0) + (Traits::kParts ? 16 : 0);
+      kOffsetCount + (Traits::kTileWords ? 16 + 8 * kStages : 0) + (Traits::kParts ? 32 : 0);
   // Sums of captured arrays' elements that a warp holds.
   static constexpr int kOffsetHeld = kOffsetBits + kStages * kBytesBits;
   static constexpr int kBytesHeld = kConsumers / 32 * CapturedGradients<ModifierOf<Traits>>::kBytesHeld;
