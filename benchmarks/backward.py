@@ -312,7 +312,41 @@ CASES = (
         q=4608,
         h=24,
         d=128,
-        ways=parts((3, 792), (5, 792), (7, 792), (2, 864)) | step(0, 1, 3) | {"64 rows": {"block_m": 64}},
+        ways=parts((1, 0), (2, 792), (5, 792), (7, 792)) | step(0, 1, 3) | {"64 rows": {"block_m": 64}},
+    ),
+    # Whole key tiles, and parts of those that do not fill the last wave of 132 thread blocks.
+    *(
+        Case(
+            name=f"last wave {b}x{q} H{h} D{d}",
+            b=b,
+            q=q,
+            h=h,
+            d=d,
+            ways=parts((1, 0), *((p, whole) for p in (2, 3, 4, 8)), fused=False),
+        )
+        for b, q, h, d, whole in (
+            (1, 2887, 24, 128, 528),
+            (1, 2304, 24, 128, 396),
+            (1, 6144, 10, 128, 396),
+            (2, 8192, 16, 128, 1980),
+            (1, 3300, 16, 64, 396),
+            (2, 2560, 20, 64, 792),
+            (1, 4300, 16, 72, 528),
+            (1, 2500, 16, 80, 264),
+            (1, 1664, 24, 96, 264),
+            (1, 3000, 16, 128, 264),
+        )
+    ),
+    # Causal key tiles, of which the last ends late: heads handed out together, and blocks that share a group of them.
+    *(
+        Case(name=f"ends {b}x{q} H{h}/{hkv} D{d}", b=b, q=q, h=h, hkv=hkv, d=d, causal=True, ways=split(*ways))
+        for b, q, h, hkv, d, ways in (
+            (1, 8995, 40, 10, 128, ((1, 2), (1, 5), (2, 2), (2, 4), (4, 4))),
+            (1, 8192, 10, 10, 128, ((1, 2), (1, 4), (1, 5))),
+            (1, 12288, 24, 8, 128, ((1, 2), (1, 4), (3, 2))),
+            (2, 5376, 32, 4, 128, ((4, 2), (4, 4), (8, 4))),
+            (1, 2618, 16, 16, 256, ((1, 2), (1, 4), (1, 8))),
+        )
     ),
     Case(name="Wan 2.1 1.3B", q=32760, h=12, d=128, ways=parts((3, 3036), (2, 3072)) | step(0, 1, 3)),
     Case(
