@@ -24,8 +24,12 @@ MOST_STEP: Final = 2
 WINDOW_L2_BYTES: Final = 40 << 20
 L2_BYTES: Final = 32 << 20
 """What stays in an L2 of 50 to 60 MB beside what streams through."""
+TURNS_OF_TILE: Final = 2
+"""What a key tile takes beside its query tiles, in those."""
+TURNS_OF_PART: Final = 5
+"""What a part of one takes that adds up three query tiles' worth of dk and dv."""
 MOST_TILES_IN_TURN: Final = 2048
-"""Key tiles up to which `in_turn` follows them: 0.4 ms of the host (one core of an Intel Xeon at 2.1 GHz)."""
+"""Key tiles up to which `in_turn` follows them: 0.4 to 0.5 ms of the host for an order (one core of an Intel Xeon)."""
 EVEN: Final = 1.02
 """Times the work of all thread blocks by which an order may end later without another being looked for."""
 SEQUENCE_CHUNKS: Final = 16
@@ -127,16 +131,14 @@ def even_group(problem: AttentionProblem, splits: int, workers: int, together: i
 def in_turn(problem: AttentionProblem, splits: int, workers: int, together: int) -> tuple[float, float]:
     """When the last thread block of a causal pass ends, and when all would if their work were the same.
 
-    In tiles of 64 queries. Every block takes the next tile when it is done with one; a tile takes two beside its
-    queries, and five where its dk and dv are added up.
+    In tiles of 64 queries. Every block takes the next key tile when it is done with one.
     """
     heads = problem.batch * problem.num_heads_kv * splits
     assert problem.window_right is not None
     behind = problem.window_right + (problem.seqlen_k - problem.seqlen_q if problem.bottom_right else 0)
     of_tile = problem.num_heads // problem.num_heads_kv // splits
-    return _in_turn(
-        problem.seqlen_q, problem.seqlen_k, behind, of_tile, 2 if splits == 1 else 5, heads, together, workers
-    )
+    beside = TURNS_OF_TILE if splits == 1 else TURNS_OF_PART
+    return _in_turn(problem.seqlen_q, problem.seqlen_k, behind, of_tile, beside, heads, together, workers)
 
 
 @functools.lru_cache(4096)

@@ -28,6 +28,8 @@ from .hopper_backward_config import (
 from .hopper_backward_schedule import (
     L2_BYTES,
     MOST_TILES_IN_TURN,
+    TURNS_OF_PART,
+    TURNS_OF_TILE,
     even_group,
     head_bytes,
     head_group,
@@ -39,10 +41,6 @@ from .hopper_backward_wide import is_wide
 from .hopper_common import mean_keys, mean_rows, product_width, score_operands
 from .tile_words import bits_pay
 
-TURNS_OF_TILE: Final = 2
-"""What a key tile takes beside its query tiles, in those."""
-TURNS_OF_PART: Final = 5
-"""What a part of one takes that adds up three query tiles' worth of dk and dv, for `by_turns`."""
 TURNS_OF_NARROW_PART: Final = 3
 """The same of tiles of 128 queries, for `by_turns`: 13 documents of 897 tokens on average, 14 heads on 2, D 64, take
 476 us whole and 380 in 7 blocks a group; 29 of 220, 9 on 3, 72 whole and 89 in 3 (H200, 2026-11-29)."""
