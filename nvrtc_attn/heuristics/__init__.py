@@ -108,19 +108,22 @@ def choose_backward(
         return _backward_as(choose_backward(whole, num_sms=num_sms, **target), problem, num_sms=num_sms, **target)
     num_sms = _left(problem, num_sms)
     plain = not (_legacy(arch, backend) or is_float32(problem, "dq", "dk", "dv"))
+    short = None
     if backend in ("auto", "portable") and plain:
         short = portable_backward.short_plan(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
-        if short is not None:
-            return short
     if _asks_for_hopper(arch, backend):
         from . import hopper_backward
 
+        if short is not None and not hopper_backward.is_ahead_of_short(problem, num_sms):
+            return short
         found = hopper_backward.choose_backward(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
         if not isinstance(found, list) and backend == "auto":
             found = hopper_backward.slower(problem, found, num_sms=num_sms, smem_limit=smem_limit) or found
         if not isinstance(found, list):
             return found
         _log_portable("backward: the portable kernels", found, backend)
+    if short is not None:
+        return short
     return portable_backward.choose_first(
         problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, legacy_mma=_legacy(arch, backend)
     )

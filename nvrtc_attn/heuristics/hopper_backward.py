@@ -19,6 +19,7 @@ from .hopper_backward_config import (
     can_have_bits,
     can_have_two_slots,
     config_of,
+    has_plain_scores,
     hides_keys,
     is_plain,
     reads_scores,
@@ -54,6 +55,8 @@ NARROW: Final = 32
 takes 0.90 of the time at 16 and 1.00 at 32 (4 x 1024 x 8); functions were not measured."""
 LEAST_QUERY_ROWS: Final = 33
 """The portable family has tiles of 32 rows for fewer. 56 rows and keys, 16 heads of 128: 24.9 and 13.1 us (H200)."""
+LEAST_GROUP_OF_SHORT: Final = 3
+"""Query heads of a key head from which on `is_ahead_of_short`; groups of two were not timed."""
 MAX_HEAD_DIM: Final = 256
 """Beyond it dk and dv of 64 keys do not fit in a thread block's registers."""
 PREPARE_ROWS: Final = 16
@@ -100,6 +103,17 @@ def reasons_against_spills(problem: AttentionProblem) -> list[str]:
     if problem.deterministic and (per_score or (problem.bias and problem.bias.dtype == "float32")):
         found.append("deterministic, with a mask or a float32 bias beyond head dim 64: it would spill registers")
     return found
+
+
+def is_ahead_of_short(problem: AttentionProblem, num_sms: int) -> bool:
+    """Whether this family is ahead of ``portable_backward.short_plan``, whose blocks take a group's heads in turn.
+
+    That one's time over this one's: 3 x 52, 14 heads on 2, 44 us and 2.46, 2 x 64, 32 on 4, D 32, 1.53, 32 x 64, 8 on
+    1, 1.41, 64 x 50, 14 on 2, 1.16, 4 x 40, 9 on 3, 1.11; with more blocks than multiprocessors 300 x 64, 8 on 2, 0.76,
+    100 x 49, 28 on 4, 0.67 (causal, H200, 2026-11-30).
+    """
+    few = problem.batch * problem.num_heads_kv <= num_sms
+    return few and has_plain_scores(problem) and problem.num_heads >= LEAST_GROUP_OF_SHORT * problem.num_heads_kv
 
 
 def slower(problem: AttentionProblem, spec: BackwardPlanSpec, *, num_sms: int, smem_limit: int) -> list[str]:

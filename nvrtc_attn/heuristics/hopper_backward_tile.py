@@ -105,6 +105,11 @@ TURNS_OF_LAUNCHES: Final = 3
 """Clearing the sums of dk and dv, and the launch that converts them."""
 LATE_PART: Final = 0.4
 """Of the longest tile, which is not the first that is handed out in every group of heads."""
+TURNS_OF_DENSE_PART: Final = 4
+LATE_DENSE_PART: Final = 0.6
+"""`TURNS_OF_PART` and `LATE_PART` for `by_turns`, of dense problems. Time with 5 and 0.4 over time with these, causal,
+D 128: 3 x 283, 24 on 8 (1 and 3 blocks) 1.06; 2 x 400, 32 on 8 (2, 4) 1.09; 5 x 330, 16 on 4 (2, 4) 1.03; 4 x 250, 40
+on 8 (1, 5) 1.03; 2 x 129, 48 on 8 (6, 3) 1.03 (H200, 2026-11-30)."""
 
 
 def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
@@ -317,7 +322,9 @@ def by_turns(problem: AttentionProblem, workers: int) -> int:
     mean, most = turns_of_head(problem)
     uneven = problem.varlen or is_causal(problem)
     narrow = max(problem.head_dim, problem.head_dim_v) <= 64
-    beside, launches = TURNS_OF_NARROW_PART if narrow else TURNS_OF_PART, TURNS_OF_LAUNCHES
+    beside, launches, late = TURNS_OF_NARROW_PART if narrow else TURNS_OF_PART, TURNS_OF_LAUNCHES, LATE_PART
+    if not (problem.varlen or is_wide(problem)):
+        beside, late = min(beside, TURNS_OF_DENSE_PART), LATE_DENSE_PART
     if is_wide(problem):
         beside, launches = TURNS_OF_WIDE_PART, 0
 
@@ -326,7 +333,7 @@ def by_turns(problem: AttentionProblem, workers: int) -> int:
         own = TURNS_OF_TILE if splits == 1 else beside
         if uneven:
             all_tiles = tiles * splits * (heads * mean + own) / workers
-            found = max(heads * most + own, all_tiles + LATE_PART * heads * most)
+            found = max(heads * most + own, all_tiles + late * heads * most)
         else:
             found = ceil_div(tiles * splits, workers) * (heads * mean + own)
         return found + (launches if splits > 1 else 0)

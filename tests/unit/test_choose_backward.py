@@ -107,3 +107,56 @@ def test_blocks_share_the_heads_of_packed_groups(
         "window_right": 0,
     }  # fmt: skip
     assert hopper_backward_tile.choose_tile(AttentionProblem(**{**values, **changes}), 132).splits == blocks
+
+
+def grouped(batch: int, seqlen: int, heads: int, heads_kv: int, head_dim: int, **changes: Any) -> AttentionProblem:
+    """A dense causal problem of ``heads`` on ``heads_kv``."""
+    q, k = (dense_layout((batch, seqlen, n, head_dim), "bfloat16") for n in (heads, heads_kv))
+    values: dict[str, Any] = {
+        "dtype": "bfloat16", "batch": batch, "seqlen_q": seqlen, "seqlen_k": seqlen, "num_heads": heads,
+        "num_heads_kv": heads_kv, "head_dim": head_dim, "head_dim_v": head_dim, "q": q, "k": k, "v": k,
+        "window_right": 0,
+    }  # fmt: skip
+    return AttentionProblem(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("asked", "arch", "kernel"),
+    [
+        (grouped(3, 52, 14, 2, 64), "sm_90", "backward_hopper"),
+        (grouped(3, 52, 14, 2, 64, window_right=None), "sm_90", "backward_hopper"),
+        (grouped(3, 52, 14, 2, 64), "sm_80", "backward_portable"),
+        (grouped(3, 52, 14, 2, 64, softcap=20.0), "sm_90", "backward_portable"),
+        (grouped(3, 24, 14, 2, 64), "sm_90", "backward_portable"),  # fewer rows than the Hopper kernel serves
+        (grouped(3, 52, 4, 2, 64), "sm_90", "backward_portable"),
+        (grouped(300, 64, 8, 2, 64), "sm_90", "backward_portable"),
+    ],
+)
+def test_few_blocks_do_not_take_the_heads_of_short_groups_in_turn(
+    asked: AttentionProblem, arch: str, kernel: str
+) -> None:
+    found = choose_backward(asked, arch=arch, num_sms=132, smem_limit=232448)
+    assert kernel in [launch.config.kernel for launch in found.launches]
+
+
+def test_a_short_plan_stays_where_the_hopper_kernel_serves_nothing() -> None:
+    """It stores dq; the portable family's other plans add it up."""
+    found = choose_backward(grouped(3, 24, 14, 2, 64), arch="sm_90", num_sms=132, smem_limit=232448)
+    assert [launch.config.kernel for launch in found.launches] == ["backward_portable"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "blocks"),
+    [
+        (grouped(3, 283, 24, 8, 128), 3),
+        (grouped(2, 400, 32, 8, 128), 4),
+        (grouped(5, 330, 16, 4, 128), 4),
+        (grouped(4, 250, 40, 8, 128), 5),
+        (grouped(2, 129, 48, 8, 128), 3),
+        (grouped(16, 256, 32, 8, 128), 1),
+        (grouped(2, 261, 24, 8, 128, window_right=None), 1),
+    ],
+)
+def test_blocks_share_groups_of_few_short_key_tiles(asked: AttentionProblem, blocks: int) -> None:
+    """As few as measured best: more keep multiprocessors busy, and add dk and dv up."""
+    assert hopper_backward_tile.choose_tile(asked, 132).splits == blocks
