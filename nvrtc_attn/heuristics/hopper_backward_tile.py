@@ -323,10 +323,10 @@ def by_turns(problem: AttentionProblem, workers: int) -> int:
     uneven = problem.varlen or is_causal(problem)
     narrow = max(problem.head_dim, problem.head_dim_v) <= 64
     beside, launches, late = TURNS_OF_NARROW_PART if narrow else TURNS_OF_PART, TURNS_OF_LAUNCHES, LATE_PART
-    if not (problem.varlen or is_wide(problem)):
-        beside, late = min(beside, TURNS_OF_DENSE_PART), LATE_DENSE_PART
     if is_wide(problem):
         beside, launches = TURNS_OF_WIDE_PART, 0
+    elif not problem.varlen:
+        beside, late = min(beside, TURNS_OF_DENSE_PART), LATE_DENSE_PART
 
     def time(splits: int) -> float:
         heads = group // splits
