@@ -28,7 +28,7 @@ PREFIX = 70
 PLACE = "nvrtc_attn/collective/mask.cuh"
 NEVER_MASK = {
     "backward_hopper_prepare", "captured_sum", "combine", "dbias_reduce", "delta", "dkv_convert", "dkv_hopper_convert",
-    "dq_convert", "packed_tiles", "sink_gradient", "tile_bits", "tile_plan",
+    "dq_convert", "dropout_words", "packed_tiles", "sink_gradient", "tile_bits", "tile_plan",
     "tile_ranges",
 }  # fmt: skip
 """Kernels that see rows, or plan tiles, and no scores."""

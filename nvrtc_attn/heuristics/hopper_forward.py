@@ -19,6 +19,7 @@ from .hopper_common import (
     score_operands,
 )
 from .hopper_forward_config import Tile, config_of, fitted_columns, smem_bytes
+from .hopper_forward_dropout import keep_words_bytes, keep_words_launch
 from .hopper_forward_schedule import (
     hands_out,
     heads_of_schedule,
@@ -212,7 +213,8 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int, num_splits
     head_pairs = ceil_div(num_m_blocks, 2)
     first_head, done = divmod(rounds * grid, head_pairs)
     words = words_of(problem, tile.block_m, tile.block_n) if config.features.tile_words else None
-    ticket_bytes = (16 if words else 4) * config.tickets  # words behind the counter begin at a multiple of 8
+    # Words behind the counter begin at a multiple of 8.
+    ticket_bytes = (16 if words or config.keep_words else 4) * config.tickets
     finding: tuple[Launch, ...] = ()
     words_bytes = 0
     words_params: tuple[tuple[str, int], ...] = ()
@@ -223,6 +225,10 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int, num_splits
         finding = (plan_launch(problem, words, config, ticket_bytes, bits),)
         if bits:
             finding = (*finding, bits.launch(problem, config, finding[0], num_sms))
+    kept_bytes = 0
+    if config.keep_words:
+        kept_bytes = keep_words_bytes(problem, tile.block_m, tile.block_n)
+        finding = (keep_words_launch(problem, config, num_m_blocks, num_sms),)
     merging: tuple[Launch, ...] = ()
     partial_rows = 0
     if split:
@@ -234,6 +240,7 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int, num_splits
         out_partial_bytes=4 * partial_rows * config.head_dim_v,
         softmax_partial_bytes=8 * partial_rows,
         tile_words_bytes=words_bytes,
+        keep_words_bytes=kept_bytes,
         ticket_bytes=ticket_bytes,
         launches=(
             *finding,

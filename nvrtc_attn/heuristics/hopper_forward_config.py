@@ -40,6 +40,7 @@ class Tile:
     """`HopperForwardConfig.begins_products`: of a score_mod that adds what distances decide."""
     packed_heads: bool = False
     tile_bits: bool = False
+    keep_words: bool = False
     min_blocks_per_sm: int = 1
 
 
@@ -100,6 +101,7 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
         begins_products=tile.begins_products,
         num_stages_scores=tile.num_stages_scores,
         packed_heads=tile.packed_heads,
+        keep_words=tile.keep_words,
         min_blocks_per_sm=tile.min_blocks_per_sm,
     )
     if words_pay(problem, tile.block_n):

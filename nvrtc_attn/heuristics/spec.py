@@ -73,6 +73,8 @@ class ForwardPlanSpec:
     """Of the list that the first of two launches makes: the tiles of packed sequences."""
     ticket_bytes: int = 0
     """Of the counter of tiles that were handed out."""
+    keep_words_bytes: int = 0
+    """Of dropout's decisions, which the first launch makes."""
     tile_words_bytes: int = 0
     """Of the words that the first launch makes: the tiles that a mask leaves anything of; and of bits behind them."""
 
@@ -80,6 +82,7 @@ class ForwardPlanSpec:
     def workspaces(self) -> tuple[Workspace, ...]:
         """Partial results of splits with words of tiles behind them, or a list of tiles; none with one kernel."""
         nbytes = self.softmax_partial_bytes + self.tile_words_bytes + self.tile_list_bytes + self.ticket_bytes
+        nbytes += self.keep_words_bytes
         tickets = self.ticket_bytes
         statistics = Workspace(field="softmax_partial", nbytes=nbytes, zeroed=tickets > 0, zeroed_bytes=tickets)
         if not self.out_partial_bytes:

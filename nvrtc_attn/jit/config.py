@@ -127,6 +127,8 @@ class HopperForwardConfig(KernelConfig):
     """Partial results of shares of the keys go to a workspace, for ``combine``."""
     begins_products: bool = False
     """Products begin with what a score_mod adds, which warps of the loading group compute for each diagonal."""
+    keep_words: bool = False
+    """A launch of its own makes dropout's decisions ahead of the kernel (``kernel/dropout_words.cuh``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

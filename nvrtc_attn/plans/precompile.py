@@ -58,6 +58,7 @@ _SMALL: Final = (
     "dq_convert",
     "dkv_convert",
     "dkv_hopper_convert",
+    "dropout_words",
     "backward_hopper_prepare",
     "combine",
     "dbias_reduce",

@@ -13,6 +13,7 @@ from nvrtc_attn.front.problem import AttentionProblem, OperandLayout, dense_layo
 from nvrtc_attn.heuristics import (
     hopper_forward,
     hopper_forward_config,
+    hopper_forward_dropout,
     hopper_forward_splits,
     hopper_forward_tile,
 )
@@ -44,6 +45,12 @@ def packed_problem(head_dim: int, tokens: int = 32768) -> AttentionProblem:
     return problem(head_dim, varlen=True, batch=64, q=layout, k=layout, v=layout)
 
 
+def many_decisions(head_dim: int, head_dim_v: int | None = None, **changes: Any) -> AttentionProblem:
+    asked = problem(head_dim, head_dim_v, dropout_p=0.1, batch=512, **changes)
+    assert hopper_forward_dropout.makes_words(asked)
+    return asked
+
+
 def choose(asked: AttentionProblem, *, large: bool = False) -> HopperForwardConfig:
     """``large``: with the tile that longer sequences and more heads have."""
     spec: ForwardPlanSpec | list[str]
@@ -71,8 +78,10 @@ FLOAT = dataclasses.replace(SCORES, dtype="float32")
 UNALIGNED = dataclasses.replace(SCORES, offset_alignment=2)  # of which every thread reads its own elements
 UNALIGNED_MASK = dataclasses.replace(MASK, offset_alignment=1)
 ROWS_OF_300 = OperandLayout(shape=(1, 4, 300, 300), strides=(0, 300 * 300, 300, 1), dtype="bfloat16")
+ROWS_OF_192 = OperandLayout(shape=(2, 4, 192, 192), strides=(4 * 192 * 192, 192 * 192, 192, 1), dtype="bool")
 ROWS_OF_77 = OperandLayout(shape=(2, 1, 1, 77), strides=(77, 0, 0, 1), dtype="bfloat16")
 CAUSAL = {"window_right": 0}
+LONG: dict[str, Any] = {"seqlen_q": 2048, "seqlen_k": 2048, **CAUSAL}
 NARROW_VALUES: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window_left": 100, "window_right": 20},
@@ -82,6 +91,9 @@ NARROW_VALUES: dict[str, dict[str, Any]] = {
 }
 EVERYTHING = {"bias": SCORES, "mask": MASK, "softcap": 30.0, "dropout_p": 0.1, **CAUSAL}
 UNALIGNED_EVERYTHING = {**EVERYTHING, "bias": UNALIGNED, "mask": UNALIGNED_MASK}
+SHORT = {"seqlen_q": 192, "seqlen_k": 192}
+BIAS_OF_192 = dataclasses.replace(ROWS_OF_192, dtype="bfloat16")
+EVERYTHING_SHORT = {"bias": BIAS_OF_192, "mask": ROWS_OF_192, "softcap": 30.0}
 VARIANTS: dict[str, AttentionProblem] = {
     **{f"d{d}": problem(d) for d in (40, 64, 80, 96, 128, 192, 256)},
     **{f"d{d}_causal": problem(d, **CAUSAL) for d in (40, 64, 80, 96, 128, 192, 256)},
@@ -154,6 +166,29 @@ VARIANTS: dict[str, AttentionProblem] = {
     **{f"d{d}_dropout_softcap": problem(d, dropout_p=0.1, softcap=30.0, **CAUSAL) for d in (64, 128, 192, 256)},
     **{f"d{d}_dropout_bias_causal": problem(d, dropout_p=0.1, bias=SCORES, **CAUSAL) for d in (64, 128, 192)},
     "dropout_mask": problem(64, dropout_p=0.1, mask=MASK),
+    # So many scores that a launch of its own makes the decisions.
+    **{f"d{d}_dropout_words": many_decisions(d) for d in (32, 48, 64, 80, 96, 112, 128, 160, 192, 256)},
+    **{f"d{d}_dropout_words_causal": many_decisions(d, **CAUSAL) for d in (32, 64, 72, 80, 128, 192, 256)},
+    **{f"d{d}_dropout_words_short": many_decisions(d, seqlen_k=200) for d in (64, 128)},
+    "d64_dropout_words_window": many_decisions(64, window_left=300, window_right=20),
+    "d64_dropout_words_seqused_k": many_decisions(64, seqused_k=True, **CAUSAL),
+    "d64_dropout_words_max_logit": many_decisions(64, return_max_logit=True, **CAUSAL),
+    **{f"d{d}_dropout_words_softcap": many_decisions(d, softcap=30.0, **CAUSAL) for d in (64, 128, 256)},
+    **{f"d{d}_dropout_words_bias": many_decisions(d, bias=SCORES) for d in (64, 128)},
+    **{f"d192_dv128_dropout_words{x}": many_decisions(192, 128, **y) for x, y in (("", {}), ("_causal", CAUSAL))},
+    **{f"d{d}_dropout_words_bias_float32": many_decisions(d, bias=FLOAT, **CAUSAL) for d in (64, 128)},
+    **{f"d{d}_dropout_words_bias_unaligned": many_decisions(d, bias=UNALIGNED) for d in (64, 128, 192)},
+    "d192_dropout_words_bias_of_77_keys": many_decisions(192, seqlen_k=77, bias=ROWS_OF_77),
+    **{f"d{d}_dropout_words_mask": many_decisions(d, mask=ROWS_OF_192, **SHORT) for d in (64, 128, 192, 256)},
+    **{f"d{d}_dropout_words_everything": many_decisions(d, **{**EVERYTHING_SHORT, **SHORT}) for d in (64, 128, 192)},
+    # In tiles of 192 rows.
+    **{f"d{d}_dropout_words_causal_2048": many_decisions(d, **LONG) for d in (32, 64)},
+    "d64_dropout_words_window_2048": many_decisions(64, **{**LONG, "window_left": 800}),
+    "d64_dropout_words_seqused_k_2048": many_decisions(64, seqused_k=True, **LONG),
+    "d64_dropout_words_max_logit_2048": many_decisions(64, return_max_logit=True, **LONG),
+    "d64_dropout_words_softcap_2048": many_decisions(64, softcap=30.0, **LONG),
+    "d64_dropout_words_part_2048": many_decisions(64, dropout_pitches=(8, 4096, 4096), device_starts=True, **LONG),
+    "d64_dropout_words_part": many_decisions(64, dropout_pitches=(8, 4096, 4096), device_starts=True, **CAUSAL),
     "dropout_bias_float32": problem(128, dropout_p=0.1, bias=FLOAT),
     "d192_dropout_varlen": problem(192, dropout_p=0.1, varlen=True, batch=1, seqused_k=True, **CAUSAL),
     **{f"d{d}_everything": problem(d, **EVERYTHING) for d in (64, 128, 192)},
@@ -175,7 +210,11 @@ VARIANTS: dict[str, AttentionProblem] = {
     "d256_mask_causal_unaligned": problem(256, mask=UNALIGNED_MASK, **CAUSAL),
     "d256_bias_causal_unaligned": problem(256, bias=UNALIGNED, **CAUSAL),
 }
-LARGE = {f"{name}_large": name for name, asked in VARIANTS.items() if choose(asked).block_m == 64}
+LARGE = {
+    f"{name}_large": name
+    for name, asked in VARIANTS.items()
+    if choose(asked).block_m == 64 and not choose(asked).keep_words
+}
 """Problems that are small enough for tiles of 64 rows, with the others' tiles."""
 ALWAYS = [
     "d64_causal_large", "d128_causal", "varlen", "d192_dropout_varlen", "d128_everything_unaligned",
@@ -198,6 +237,30 @@ def test_variant_compiles_clean(name: str) -> None:
     assert not re.search(r"C75\d\d|warning", kernel.log), kernel.log
     assert kernel.spill_bytes <= READ_AGAIN.get(name, 0)
     assert kernel.stack_bytes <= 2 * READ_AGAIN.get(name, 0)
+
+
+DECISIONS = [name for name in VARIANTS if "_dropout_words" in name]
+
+
+def makes_decisions(name: str) -> HopperForwardConfig:
+    """The kernel before the one of `config_of`."""
+    spec = hopper_forward.choose_forward(VARIANTS[name], arch="sm_90", num_sms=132, smem_limit=SMEM_LIMIT)
+    assert not isinstance(spec, list), spec
+    config, main = (launch.config for launch in spec.launches)
+    assert isinstance(config, HopperForwardConfig)
+    assert isinstance(main, HopperForwardConfig)
+    assert (config.kernel, main.keep_words) == ("dropout_words", True)
+    assert (config.block_m, config.block_n, config.tickets) == (main.block_m, main.block_n, main.tickets)
+    return config
+
+
+@pytest.mark.slow(sample=["d64_dropout_words_causal"])
+@pytest.mark.compiles(kernels=lambda name: [makes_decisions(name)])
+@pytest.mark.parametrize("name", DECISIONS)
+def test_decisions_compile_clean(name: str) -> None:
+    kernel = compiled(makes_decisions(name))
+    assert not re.search(r"C75\d\d|warning", kernel.log), kernel.log
+    assert kernel.spill_bytes == kernel.stack_bytes == 0
 
 
 def packed_heads(head_dim: int, head_dim_v: int = 0, **changes: Any) -> ForwardPlanSpec:

@@ -201,7 +201,7 @@ CAUSAL = {"window_right": 0}
         (packed((1024,) * 64, 64, seqused_k=True), 192, 112, False),
         (packed((1024,) * 64, 64, softcap=20.0), 192, 112, False),
         (problem(32, 729, 729, 16, 72, softcap=20.0), 192, 64, False),
-        (problem(32, 729, 729, 16, 72, dropout_p=0.1), 128, 112, False),
+        (problem(32, 729, 729, 16, 72, dropout_p=0.1), 192, 64, False),
     ],
 )
 def test_tiles_that_were_measured(asked: AttentionProblem, rows: int, columns: int, half_tile: bool) -> None:
@@ -244,6 +244,29 @@ def test_the_autotuner_tries_a_bias_with_both_numbers_of_rows(rows: int) -> None
 
 
 ADDED = np.zeros((2, 64), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "changes", "expected"),
+    [
+        ((72, 72), {}, (128, 112, 2, True)),
+        ((192, 128), {}, (128, 96, 2, False)),
+        ((160, 160), {}, (128, 96, 2, True)),
+        ((256, 256), {}, (128, 48, 2, False)),
+        ((256, 256), {"softcap": 9.0}, (128, 32, 2, False)),
+    ],
+    ids=str,
+)
+def test_tiles_of_kernels_that_make_their_own_decisions(
+    head_dims: tuple[int, int], changes: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    """Of the same problems with few decisions, or too many for the memory."""
+    head_dim, head_dim_v = head_dims
+    values = dense_layout((4, 2048, 16, head_dim_v), "bfloat16")
+    asked = problem(4, head_dim=head_dim, head_dim_v=head_dim_v, v=values, dropout_p=0.1, **changes)
+    tile = hopper_forward_tile.large_tile(asked, 132)
+    assert (tile.block_m, tile.block_n, tile.num_stages, tile.lazy_max) == expected
+    assert hopper_forward_tile.choose_tile(asked, 132).keep_words
 
 
 @pytest.mark.parametrize(
@@ -317,7 +340,7 @@ def tile_of(rows: int, head_dim: int, head_dim_v: int, batch: int = 4, keys: int
         (4096, WINDOW, (128, 64, 4, True)),
         (4096, CAUSAL | {"seqused_k": True}, (128, 64, 4, True)),
         (2048, {"seqused_k": True}, (128, 112, 2, False)),
-        (2048, {"dropout_p": 0.1}, (128, 96, 2, False)),
+        (2048, {"dropout_p": 0.1}, (128, 128, 2, True)),
         (512, {"batch": 1}, (64, 128, 2, True)),
     ],
     ids=str,
@@ -341,7 +364,7 @@ def test_tiles_of_narrow_values(rows: int, changes: dict[str, Any], expected: tu
         (2048, {"keys": 10}, (128, 64, 2, False)),
         (2048, {"seqused_k": True}, (128, 64, 3, True)),
         (2048, {"varlen": True}, (128, 64, 3, True)),
-        (2048, {"dropout_p": 0.1}, (128, 96, 2, True)),
+        (2048, {"dropout_p": 0.1}, (128, 64, 3, True)),
         (2048, {"dropout_p": 0.1} | CAUSAL, (128, 64, 3, True)),
         (2048, SOFTCAP, (128, 96, 2, True)),
         (2048, SOFTCAP | CAUSAL, (128, 96, 2, False)),
@@ -367,8 +390,8 @@ def test_tiles_of_wide_heads(rows: int, changes: dict[str, Any], head_dim: int, 
         (1500, {}, (128, 80, 2, True)),
         (2048, {"keys": 77}, (128, 80, 2, False)),
         (2048, {"seqused_k": True}, (128, 80, 2, False)),
-        (2048, {"dropout_p": 0.1}, (128, 48, 2, False)),
-        (2048, {"dropout_p": 0.1} | SOFTCAP, (128, 32, 2, False)),
+        (2048, {"dropout_p": 0.1}, (128, 64, 2, True)),
+        (2048, {"dropout_p": 0.1} | SOFTCAP, (128, 64, 2, True)),
         (2048, {"return_max_logit": True}, (128, 64, 2, True)),
         (2048, {"return_max_logit": True} | SOFTCAP, (128, 80, 2, False)),
         (512, {"batch": 1} | CAUSAL, (64, 64, 3, True)),
@@ -401,7 +424,7 @@ def test_tiles_of_the_widest_heads(
         (160, {"keys": 77}, (128, 80, 2, False)),
         (192, {"keys": 77, **CAUSAL}, (128, 64, 2, False)),
         (192, {"keys": 90}, (128, 64, 2, False)),
-        (192, {"keys": 77, "dropout_p": 0.1}, (128, 48, 2, False)),
+        (192, {"keys": 77, "dropout_p": 0.1}, (128, 80, 2, False)),
         (256, {"keys": 77}, (128, 48, 2, False)),
     ],
     ids=str,

@@ -21,6 +21,8 @@
 // loading group write beside each K what its products begin with.
 // Named barriers are the groups' turns, and one is all consumers. By name: hopper/forward/shape.cuh.
 //
+// kKeepWords: dropout's decisions are read, which a launch before this one has made (kernel/dropout_words.cuh).
+//
 // kSplit, few query tiles of many keys: a query tile is worked on once for each share of its key tiles, which the schedule
 // counts as further query tiles, and partial results go to a workspace that combine.cuh reads.
 #pragma once
@@ -33,6 +35,7 @@
 #include "../hopper/common/wgmma.cuh"
 #include "../hopper/forward/deferred_softmax.cuh"
 #include "../hopper/forward/diagonal_warps.cuh"
+#include "../hopper/forward/kept_words.cuh"
 #include "../hopper/forward/load.cuh"
 #include "../hopper/forward/query_rows.cuh"
 #include "../hopper/forward/shape.cuh"
@@ -309,6 +312,8 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
                                    tiles,
                                    rows};
 
+    using Kept = cute::conditional_t<Traits::kKeepWords, KeptWords<Traits>, NoKeptWords>;
+    Kept const kept(params, tile.b, tile.h, tile.m_block);
     DeferredSoftmax<Traits> softmax;
     NotedScores const noted{smem + Shape::kOffsetNoted};
     if constexpr (kNotesLargest<Traits>) noted.begin();
@@ -381,7 +386,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         if (Traits::kTileBits && n < first) break;
 
         barriers.full_k(k_slot.stage).wait(k_slot.parity);
-        constexpr bool kKeepAhead = Traits::kDropout && !ScoreTile<Traits>::kKeepBeside;
+        constexpr bool kKeepAhead = Traits::kDropout && !(ScoreTile<Traits>::kKeepBeside || Traits::kKeepWords);
         KeepWords<Shape::kStepsN> keep;
         auto first_tile = [&](auto& s) {
           typename ScoreTile<Traits>::template Operands<sizeof(s) / sizeof(AccTile)> operands;
@@ -390,6 +395,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
           start_scores(s);
           if (Traits::kTileBits && begun) pass_turn();
           if constexpr (kKeepAhead) keep = keep_words<Shape::kStepsN>(dropout, i, n * kBlockN, lane);
+          if constexpr (Traits::kKeepWords) kept.load(keep, n, thread_again() - 128);
           scores.load(operands, n * kBlockN, with_bits<Shape>(smem, k_slot.stage, whole));
           await_scores(operands);
           wait_products<0>();
@@ -450,6 +456,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
           pass_turn();
           typename ScoreTile<Traits>::template Operands<Shape::kTilesN> operands;
           if constexpr (kKeepAhead) keep = keep_words<Shape::kStepsN>(dropout, i, n * kBlockN, lane);
+          if constexpr (Traits::kKeepWords) kept.load(keep, n, thread_again() - 128);
           scores.load(operands, n * kBlockN, with_bits<Shape>(smem, k_slot.stage, whole));
           await_scores(operands);
 

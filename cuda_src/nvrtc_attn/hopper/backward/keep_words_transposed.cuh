@@ -14,17 +14,6 @@
 
 namespace nvrtc_attn {
 
-// A bit to the right of `word`, whether `number` is above the threshold: the carry of a sum.
-NVRTC_ATTN_DEVICE void shift_flag_in(unsigned& word, unsigned number, unsigned threshold) {
-  asm("{\n"
-      ".reg .u32 sum;\n"
-      "add.cc.u32 sum, %1, %2;\n"
-      "addc.u32 %0, %0, %0;\n"
-      "}"
-      : "+r"(word)
-      : "r"(number), "r"(~threshold));
-}
-
 // Two blocks, one round after the other: a flag of each number of the first and then of the second is shifted into the word of
 // its key. `low`: lower halves of the counters. A block is a chain of ten rounds of some 22 cycles each, and two of these
 // warps a scheduler with one block at a time leave the tensor cores waiting (H200, D 64, S 2048: 0.74 ms). Left alone, ptxas

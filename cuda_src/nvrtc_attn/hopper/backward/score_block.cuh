@@ -27,8 +27,9 @@ struct ScoreBlock {
   // Whether a hidden score has finite dP, so that dS is zero because P is. Elsewhere rows of V may be another sequence's, or
   // those of keys that nobody sees, and hold NaN; and a modifier's derivative may be anything there.
   static constexpr bool kFiniteHidden = !(Traits::kVarlen || Traits::kSequsedK || Traits::kMask || Given::kAny);
-  // Then no tile needs another code for dS: 2 to 3 % less time at 72 and 80 columns, whose K and V are in registers. Others are 0
-  // to 2 % slower without that branch, or spill 4 to 64 bytes (H200, 2026-11-30).
+  // Whether one code for dS serves the tiles with hidden scores and those without, which is right where hidden scores have
+  // finite dP: 2 to 3 % less time at 72 and 80 columns, whose K and V are in registers. Others are 0 to 2 % slower without the
+  // branch, or spill 4 to 64 bytes (H200, 2026-11-30).
   static constexpr bool kZeroByP = kFiniteHidden && Traits::kKeysInRegisters && Traits::kHeadDim < 96;
   // Whether hidden keys are those behind the last one, for whose rows of K the copy engine writes zeros: all queries see
   // a thread's key or none does.

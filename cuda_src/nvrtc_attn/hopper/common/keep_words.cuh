@@ -16,6 +16,17 @@
 
 namespace nvrtc_attn {
 
+// A bit to the right of `word`, whether `number` is above the threshold: the carry of a sum.
+NVRTC_ATTN_DEVICE void shift_flag_in(unsigned& word, unsigned number, unsigned threshold) {
+  asm("{\n"
+      ".reg .u32 sum;\n"
+      "add.cc.u32 sum, %1, %2;\n"
+      "addc.u32 %0, %0, %0;\n"
+      "}"
+      : "+r"(word)
+      : "r"(number), "r"(~threshold));
+}
+
 // Byte c of a word belongs to this thread's columns 2t, 2t + 1, 8 + 2t, 8 + 2t + 1 of each group of 16 columns; bit
 // 8 - kGroups + g of the byte to group g.
 template <int kGroups>
@@ -53,9 +64,8 @@ struct PhiloxStream {
     third3 = low ^ (k1 + 2 * kPhiloxWeyl1);
   }
 
-  // A block as four flags: bit 7 of byte c is set when number c is above the threshold. `product` is that of the lower
-  // half of its counter and the first multiplier.
-  NVRTC_ATTN_DEVICE unsigned flags(unsigned long long seed, unsigned threshold, unsigned long long product) const {
+  // The four numbers of a block. `product` is that of the lower half of its counter and the first multiplier.
+  NVRTC_ATTN_DEVICE uint4 numbers(unsigned long long seed, unsigned long long product) const {
     unsigned k0 = unsigned(seed), k1 = unsigned(seed >> 32);
     unsigned high0, low0, high1, low1;
     multiply_wide(unsigned(product >> 32) ^ k1, kPhiloxMultiplier1, high1, low1);
@@ -80,8 +90,14 @@ struct PhiloxStream {
       c2 = high0 ^ c3 ^ k1;
       c3 = low0;
     }
-    return (c0 > threshold ? 1u << 7 : 0) | (c1 > threshold ? 1u << 15 : 0) | (c2 > threshold ? 1u << 23 : 0) |
-           (c3 > threshold ? 1u << 31 : 0);
+    return make_uint4(c0, c1, c2, c3);
+  }
+
+  // The same as four flags: bit 7 of byte c is set when number c is above the threshold.
+  NVRTC_ATTN_DEVICE unsigned flags(unsigned long long seed, unsigned threshold, unsigned long long product) const {
+    uint4 const n = numbers(seed, product);
+    return (n.x > threshold ? 1u << 7 : 0) | (n.y > threshold ? 1u << 15 : 0) | (n.z > threshold ? 1u << 23 : 0) |
+           (n.w > threshold ? 1u << 31 : 0);
   }
 };
 

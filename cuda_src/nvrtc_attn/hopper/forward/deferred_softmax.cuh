@@ -372,8 +372,8 @@ struct ScoreTile : ModifierOf<Traits> {
     return exponentiate(s, reference);
   }
   // Registers must suffice for both.
-  static constexpr bool kKeepBeside =
-      Traits::kHeadDimV <= 128 && !Traits::kSoftcap && !Traits::kHasBias && !Traits::kMask && !Modifier::kAny;
+  static constexpr bool kKeepBeside = !Traits::kKeepWords && Traits::kHeadDimV <= 128 && !Traits::kSoftcap &&
+                                      !Traits::kHasBias && !Traits::kMask && !Modifier::kAny;
 };
 
 // P as the left operand of P V, what dropout drops as zeros; its multiplier waits for the normalisation.

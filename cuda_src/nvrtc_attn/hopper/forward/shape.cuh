@@ -99,7 +99,10 @@ struct HopperShape {
   static_assert(Traits::kNumThreads == 128 + kConsumers, "a loading warp-group and one per 64 rows");
   static_assert(kBlockM % 64 == 0 && kGroups <= 3, "one to three consumers");
   static_assert(kBlocks == 1 || kGroups == 1, "one consumer each");
-  static_assert(!(Traits::kHalfTile && Traits::kDropout), "the first tile makes the flags of a whole one");
+  static_assert(!(Traits::kHalfTile && Traits::kDropout && !Traits::kKeepWords),
+                "the first tile makes the flags of a whole one");
+  static_assert(!Traits::kKeepWords || (Traits::kDropout && !(Traits::kVarlen || Traits::kSplit || Traits::kTileWords)),
+                "words of whole sequences, alone in their buffer");
   static_assert(!Traits::kTileWords ||
                     ((Traits::kMask || ModifierOf<Traits>::kMasks) && !Traits::kVarlen && kStages <= 4),
                 "words are of a mask");
