@@ -43,6 +43,7 @@ from .hopper_forward_tile import (
     direct_tile,
     has_bias_alone,
     large_tile,
+    own_tile,
     tile_with_bits,
     tile_without_bits,
 )
@@ -268,6 +269,11 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int, num_splits
             *merging,
         ),
     )
+
+
+def plan_of_few_decisions(problem: AttentionProblem, *, num_sms: int) -> ForwardPlanSpec:
+    """The plan of ``problem`` with dropout whose kernel makes the decisions itself, as with fewer sequences."""
+    return plan_spec(problem, own_tile(problem, num_sms), num_sms=num_sms)
 
 
 def fastest_plan(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> ForwardPlanSpec:

@@ -17,9 +17,9 @@ from .spec import Launch
 from .tile_words import pays as tile_words_pay
 
 MIN_SCORES: Final = {64: 40e6, 256: 16e6}
-"""Up to these head dims, of scores that no position hides, in tiles of 64. Head dim 64: 34 million, 1 x 2048 x 16,
-causal, take 65 us, 64 without words, 18 million 0.95 to 1.06 of the time, 50 million 0.9; 17 million at 96, 128 and 256
-0.93, 0.97 and 0.81 (H200)."""
+"""Up to head dim 64 and beyond, of scores that no position hides, in tiles of 64. Head dim 64: 34 million, 1 x 2048 x
+16, causal, take 65 us, 64 without words, 18 million 0.95 to 1.06 of the time, 50 million 0.9; 17 million at head dims
+96, 128 and 256 0.93, 0.97 and 0.81 (H200)."""
 FREE_BYTES: Final = 64 << 20
 """Words up to that are made whatever the tensors take: the bound of a mask's bits, too (`tile_words.MAX_BIT_BYTES`)."""
 MOST_BYTES: Final = 8 << 32
@@ -48,8 +48,7 @@ def makes_words(problem: AttentionProblem) -> bool:
     if problem.dropout_p <= 0 or problem.varlen or problem.modifier is not None or tile_words_pay(problem, 64):
         return False
     tiles = problem.batch * problem.num_heads * int(key_tiles_of_rows(problem, 64, 64).sum())
-    widest = max(problem.head_dim, problem.head_dim_v)
-    return 64 * 64 * tiles >= next(least for upto, least in MIN_SCORES.items() if widest <= upto)
+    return 64 * 64 * tiles >= MIN_SCORES[64 if max(problem.head_dim, problem.head_dim_v) <= 64 else 256]
 
 
 def has_room(problem: AttentionProblem, rows: int, columns: int) -> bool:

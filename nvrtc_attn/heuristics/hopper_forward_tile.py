@@ -35,14 +35,14 @@ def choose_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
         # time: 8 x 1024 x 16, D 128, 218 and 230 us (H200).
         widest = max(problem.head_dim, problem.head_dim_v)
         plain = problem if 96 < widest <= 128 else replace(problem, dropout_p=0.0)
-        tile = _own_tile(plain, num_sms)
+        tile = own_tile(plain, num_sms)
         if has_room(problem, tile.block_m, tile.block_n):
             # With a half tile and three groups ptxas serialises products (C7511).
             return replace(tile, keep_words=True, half_tile=False)
-    return _own_tile(problem, num_sms)
+    return own_tile(problem, num_sms)
 
 
-def _own_tile(problem: AttentionProblem, num_sms: int) -> Tile:
+def own_tile(problem: AttentionProblem, num_sms: int) -> Tile:
     """The tile where the kernel makes dropout's decisions itself, or there are none."""
     tile = large_tile(problem, num_sms)
     return small_tile(problem, tile, num_sms) or tile

@@ -23,6 +23,7 @@ from ..front.call import Call, CallOptions, describe_shapes
 from ..front.problem import AttentionProblem
 from ..front.tensors import CPU, Device, view
 from ..heuristics import backward_candidates, choose_backward, choose_forward
+from ..heuristics.hopper_forward import plan_of_few_decisions
 from ..heuristics.hopper_forward_schedule import either_order
 from ..heuristics.spec import BackwardPlanSpec, ForwardPlanSpec
 from ..jit import worker_pool
@@ -220,8 +221,12 @@ def configs(requests: Sequence[Request], *, candidates: bool = False) -> list[Ke
                 shorter = tuple((problem.seqlen_q, keys) for keys in lengths_before(problem.seqlen_k))
                 specs += [choose_forward(x, **target_of) for x in problems(replace(request, seqlens=shorter))]
             chosen.update((launch.config, None) for spec in specs for launch in spec.launches)
-            # How many sequences there will be, which decides the order of tiles, is not known.
-            for launch in specs[0].launches if problem.seqlen_q > DECODE_QUERIES else ():
+            # How many sequences there will be, which decides the order of tiles and who makes dropout's decisions, is
+            # not known.
+            launches = specs[0].launches if problem.seqlen_q > DECODE_QUERIES else ()
+            if any(getattr(launch.config, "keep_words", False) for launch in launches):
+                launches = (*launches, *plan_of_few_decisions(problem, num_sms=num_sms).launches)
+            for launch in launches:
                 if isinstance(launch.config, HopperForwardConfig):
                     chosen.update(dict.fromkeys(either_order(problem, launch.config)))
     return sorted(chosen, key=lambda c: (c.kernel not in _SMALL, not isinstance(c, _FORWARD), c.head_dim), reverse=True)

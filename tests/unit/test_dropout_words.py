@@ -75,6 +75,13 @@ def test_other_gpus_have_no_such_launch() -> None:
     assert "dropout_words" not in [launch.config.kernel for launch in spec.launches]
 
 
+def test_a_head_dim_that_the_family_cannot_serve_is_asked_about_all_the_same() -> None:
+    """The family looks at the tile before it says what it cannot do."""
+    bias = dense_layout((1, 6, 1, 1), "float32")
+    spec = plan(problem(1, 27, 6, 512, bias=bias))
+    assert spec.main.config.kernel == "forward_portable"
+
+
 @pytest.mark.parametrize(
     "asked",
     [

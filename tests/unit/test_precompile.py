@@ -118,6 +118,18 @@ def test_calls_find_what_warmup_compiled(request_: precompile.Request, monkeypat
         assert fake.images  # kernels were looked up
 
 
+def test_who_makes_the_decisions_of_dropout_depends_on_the_number_of_sequences() -> None:
+    """Of a batch whose decisions are a launch's, also the kernel that a smaller one has."""
+    request = precompile.Request(arch="sm_90", head_dim=64, dtype="bfloat16", dropout=True, causal=True, batch=16)
+    request = dataclasses.replace(request, seqlens=((1024, 1024),), backward=False)
+    found = precompile.configs([request])
+    assert "dropout_words" in {config.kernel for config in found}
+    (small,) = precompile.problems(dataclasses.replace(request, batch=1))
+    spec = heuristics.choose_forward(small, arch="sm_90", num_sms=132, smem_limit=232448)
+    assert [launch.config.kernel for launch in spec.launches] == ["forward_hopper"]
+    assert {launch.config for launch in spec.launches} <= set(found)
+
+
 def test_a_call_that_warmup_did_not_foresee_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: the same look-ups, with nothing or something else compiled."""
     request = precompile.Request(arch="sm_90", head_dim=64, dtype="float16", seqlens=LENGTHS[:1])
