@@ -166,7 +166,7 @@ SECTIONS = (
         "Decoding is bound by memory: K and V are read as fast as a copy moves bytes on this GPU. Dropout is bound by "
         "its random numbers (Philox with ten rounds, 32 bits a score, as in that kernel; FlashAttention draws 8 bits a "
         "score in seven). These figures are of a kernel that makes them itself; with a launch that makes them before "
-        "it forward passes take 0.73 to 0.94 of the time (`benchmarks/dropout.py`, `benchmarks/results/dropout.txt`).",
+        "it forward passes take 0.73 to 0.95 of the time (`benchmarks/dropout.py`, `benchmarks/results/dropout.txt`).",
     ),
     Section(
         "sizes_auto",
