@@ -21,11 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/gpu"))
 
 import measure
+import peers
 import pytest
 import torch
 from harness import forget_plans
 from measure import graph_of, in_turn, provenance
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from model_cases import Case, make_inputs
 
 import nvrtc_attn.torch as na
 from nvrtc_attn.heuristics import hopper_forward_tile
@@ -43,9 +44,7 @@ CASES: list[tuple[int, int, int, int, bool]] = [
     (1, 2048, 16, 64, True), (2, 1024, 16, 64, True), (4, 512, 16, 64, True), (4, 512, 16, 128, True),
     (2, 8192, 16, 64, True),
 ]  # fmt: skip
-OTHERS = {
-    "flash2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION, "seed": SDPBackend.EFFICIENT_ATTENTION,
-}  # fmt: skip
+OTHERS = {"flash2": peers.flash2, "cudnn": peers.cudnn, "seed": peers.seed}
 
 
 def planned(call: Any, *, words: bool) -> tuple[Any, Any, bool]:
@@ -63,11 +62,6 @@ def planned(call: Any, *, words: bool) -> tuple[Any, Any, bool]:
         return call(), graph_of(call), answers[-1]
 
 
-def other(backend: SDPBackend, q: Any, k: Any, v: Any, causal: bool) -> Any:
-    with sdpa_kernel([backend]):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=causal)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="of the names of problems, as they are printed")
@@ -82,8 +76,10 @@ def main() -> None:
         if not re.search(arguments.only, name):
             continue
         torch.manual_seed(0)
-        shape = (batch, tokens, heads, head_dim)
-        tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        sizes = {"b": batch, "q": tokens, "h": heads, "d": head_dim}
+        case = Case(name=name, kind="encoder", causal=causal, dropout=0.1, backward=False, **sizes)
+        inputs = make_inputs(case, "cuda")
+        tensors = (inputs.q, inputs.k, inputs.v)
         dropped = functools.partial(na.attention, *tensors, causal=causal, dropout_p=0.1, rng=(1, 0))
         itself, graph_itself, _ = planned(dropped, words=False)
         chosen, graph_chosen, words = planned(dropped, words=True)
@@ -91,9 +87,10 @@ def main() -> None:
         assert far < 0.005, f"{name}: the outputs are {far} apart"
         graphs = {"itself": graph_itself, "chosen": graph_chosen}
         graphs["none"] = graph_of(functools.partial(na.attention, *tensors, causal=causal))
-        heads_first = [x.transpose(1, 2) for x in tensors]
-        for who, backend in OTHERS.items():
-            graphs[who] = graph_of(functools.partial(other, backend, *heads_first, causal))
+        for who, peer in OTHERS.items():
+            call = peer(case, inputs)
+            with call.context():
+                graphs[who] = graph_of(call.run)
         times = in_turn({who: graph.replay for who, graph in graphs.items()}, arguments.rounds, rep_ms=30)
         line = "".join(f"{1e3 * times[who]['ms']:9.1f}" for who in graphs)
         print(f"{name:26}{line}  {'two launches' if words else 'one'}", flush=True)

@@ -18,7 +18,7 @@ from .hopper_common import (
     reasons_against_target,
     score_operands,
 )
-from .hopper_forward_config import Tile, config_of, fitted_columns, smem_bytes
+from .hopper_forward_config import Tile, config_before, config_of, fitted_columns, smem_bytes
 from .hopper_forward_dropout import keep_words_bytes, keep_words_launch
 from .hopper_forward_schedule import (
     hands_out,
@@ -161,19 +161,8 @@ def _packed_plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) ->
         ("num_chunks", tiles.num_chunks),
         ("num_workers", grid),
     )
-    # Of the other kernel's config what the list depends on, so that many problems share it.
     features = Features(band=problem.band, varlen=True, seqused_k=problem.seqused_k)
-    making = HopperForwardConfig(
-        kernel="packed_tiles",
-        arch=config.arch,
-        dtype="bfloat16",
-        head_dim=64,
-        head_dim_v=64,
-        block_m=config.block_m,
-        block_n=config.block_n,
-        num_warps=LIST_WARPS,
-        features=features,
-    )
+    making = config_before(config, "packed_tiles", num_warps=LIST_WARPS, features=features)
     return ForwardPlanSpec(
         launches=(
             Launch(config=making, grid=1, block=making.num_threads, smem_bytes=0, params=params),

@@ -7,7 +7,7 @@ from typing import Final
 
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem
-from ..jit.config import HopperForwardConfig
+from ..jit.config import Features, HopperForwardConfig
 from .common import ceil_div, features_of
 from .hopper_common import diagonal_bytes, least_work, product_width, score_operands
 from .tile_words import bits_bytes, with_words
@@ -108,6 +108,27 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
         # What a function leaves of query tiles differs, and a fixed order can give one block all of the long ones.
         return replace(with_words(config), tickets=may_hand_out(problem), tile_bits=tile.tile_bits)
     return replace(config, tickets=may_hand_out(problem) and problem.sm_margin is not None)
+
+
+def config_before(
+    config: HopperForwardConfig, kernel: str, *, num_warps: int, features: Features, tickets: bool = False
+) -> HopperForwardConfig:
+    """Of ``kernel``, which prepares the tiles of a kernel of ``config`` and computes no score.
+
+    Many problems share it: it has no head dim and no element type, and of ``features`` what it depends on.
+    """
+    return HopperForwardConfig(
+        kernel=kernel,
+        arch=config.arch,
+        dtype="bfloat16",
+        head_dim=64,
+        head_dim_v=64,
+        block_m=config.block_m,
+        block_n=config.block_n,
+        num_warps=num_warps,
+        features=features,
+        tickets=tickets,
+    )
 
 
 def may_hand_out(problem: AttentionProblem) -> bool:

@@ -12,6 +12,7 @@ from typing import Final
 from ..front.problem import AttentionProblem
 from ..jit.config import Features, HopperForwardConfig
 from .common import ceil_div
+from .hopper_forward_config import config_before
 from .hopper_forward_schedule import key_tiles_of_rows
 from .spec import Launch
 from .tile_words import pays as tile_words_pay
@@ -27,7 +28,8 @@ MOST_BYTES: Final = 8 << 32
 CHUNK_COLUMNS: Final = 2048
 """Keys of a thread block at most. 4 x 4096 x 16, causal, takes 678 us with 2048, 699 with 512, 790 with 128 (H200)."""
 BLOCKS: Final = 12
-"""Thread blocks a multiprocessor, below which they have fewer keys: five run at once."""
+"""For each multiprocessor. Where there would be fewer, thread blocks have fewer keys, so that the last ones end at
+about the same time. Five run at once."""
 
 
 def keep_words_bytes(problem: AttentionProblem, rows: int, columns: int) -> int:
@@ -64,26 +66,16 @@ def has_room(problem: AttentionProblem, rows: int, columns: int) -> bool:
 def keep_words_launch(
     problem: AttentionProblem, config: HopperForwardConfig, num_m_blocks: int, num_sms: int
 ) -> Launch:
-    """The launch before a kernel of ``config``. Many problems share its kernel: no head dim, no element type."""
-    features = config.features
-    making = HopperForwardConfig(
-        kernel="dropout_words",
-        arch=config.arch,
-        dtype="bfloat16",
-        head_dim=64,
-        head_dim_v=64,
-        block_m=config.block_m,
-        block_n=config.block_n,
-        num_warps=4,
-        tickets=config.tickets,
-        features=Features(
-            band=features.band,
-            dropout=True,
-            seqused_k=features.seqused_k,
-            part=features.part,
-            device_starts=features.device_starts,
-        ),
+    """The launch before a kernel of ``config``."""
+    of_main = config.features
+    features = Features(
+        band=of_main.band,
+        dropout=True,
+        seqused_k=of_main.seqused_k,
+        part=of_main.part,
+        device_starts=of_main.device_starts,
     )
+    making = config_before(config, "dropout_words", num_warps=4, features=features, tickets=config.tickets)
     blocks = problem.batch * problem.num_heads * num_m_blocks * (config.block_m // 64)
     key_tiles = ceil_div(problem.seqlen_k, config.block_n)
     tiles = max(CHUNK_COLUMNS // config.block_n, 1)

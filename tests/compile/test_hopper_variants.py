@@ -72,6 +72,13 @@ def compiled(config: HopperForwardConfig) -> CompiledKernel:
     return compile_source(entry_source(config), config.arch, config=config)
 
 
+def compiles_clean(config: HopperForwardConfig) -> None:
+    """Without a warning, serialised products and local memory."""
+    kernel = compiled(config)
+    assert not re.search(r"C75\d\d|warning", kernel.log), kernel.log
+    assert kernel.spill_bytes == kernel.stack_bytes == 0
+
+
 SCORES = OperandLayout(shape=(2, 4, 512, 512), strides=(4 * 512 * 512, 512 * 512, 512, 1), dtype="bfloat16")
 MASK = dataclasses.replace(SCORES, dtype="bool")
 FLOAT = dataclasses.replace(SCORES, dtype="float32")
@@ -258,9 +265,7 @@ def makes_decisions(name: str) -> HopperForwardConfig:
 @pytest.mark.compiles(kernels=lambda name: [makes_decisions(name)])
 @pytest.mark.parametrize("name", DECISIONS)
 def test_decisions_compile_clean(name: str) -> None:
-    kernel = compiled(makes_decisions(name))
-    assert not re.search(r"C75\d\d|warning", kernel.log), kernel.log
-    assert kernel.spill_bytes == kernel.stack_bytes == 0
+    compiles_clean(makes_decisions(name))
 
 
 def packed_heads(head_dim: int, head_dim_v: int = 0, **changes: Any) -> ForwardPlanSpec:
@@ -302,9 +307,7 @@ def packed_heads_config(name: str) -> HopperForwardConfig:
 @pytest.mark.compiles(kernels=lambda name: [packed_heads_config(name)])
 @pytest.mark.parametrize("name", PACKED_HEADS)
 def test_packed_heads_compile_clean(name: str) -> None:
-    kernel = compiled(packed_heads_config(name))
-    assert not re.search(r"C75\d\d|warning", kernel.log), kernel.log
-    assert kernel.spill_bytes == kernel.stack_bytes == 0
+    compiles_clean(packed_heads_config(name))
 
 
 @pytest.mark.parametrize(
@@ -376,9 +379,7 @@ def split_keys_config(name: str) -> HopperForwardConfig:
 @pytest.mark.compiles(kernels=lambda name: [split_keys_config(name)])
 @pytest.mark.parametrize("name", SPLIT_KEYS)
 def test_split_keys_compile_clean(name: str) -> None:
-    kernel = compiled(split_keys_config(name))
-    assert not re.search(r"C75\d\d|warning", kernel.log), kernel.log
-    assert kernel.spill_bytes == kernel.stack_bytes == 0
+    compiles_clean(split_keys_config(name))
 
 
 @pytest.mark.parametrize("packs", [False, True])

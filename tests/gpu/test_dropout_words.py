@@ -102,10 +102,8 @@ def test_the_mask_of_a_part(starts_on_device: bool, asked: list[tuple[int, int]]
     q = torch.zeros(2, rows, 4, 64, device="cuda", dtype=torch.float16)
     k = torch.zeros(2, keys, 4, 64, device="cuda", dtype=torch.float16)
     v = torch.eye(64, device="cuda", dtype=torch.float16)[:, None].expand(2, keys, 4, 64).contiguous()
-    places = (
-        tuple(torch.tensor(x, device="cuda", dtype=torch.int32) for x in (170, 51)) if starts_on_device else (170, 51)
-    )
-    part = nvrtc_attn.Part(batch=(1, 4), heads=(2, 6), rows=(places[0], 500), keys=(places[1], 460))
+    row, key = (torch.tensor(x, device="cuda", dtype=torch.int32) if starts_on_device else x for x in (170, 51))
+    part = nvrtc_attn.Part(batch=(1, 4), heads=(2, 6), rows=(row, 500), keys=(key, 460))
     out = na.attention(q, k, v, dropout_p=0.3, rng=(5, 6), part=part)
     expected = nvrtc_attn.dropout_keep_mask(whole, 0.3, (5, 6))[1:3, 2:6, 170:370, 51:115]
     assert ((out != 0).transpose(1, 2).cpu().numpy() == expected).all()
