@@ -140,6 +140,14 @@ def test_no_more_memory_than_the_tensors_take(head_dim: int, most: int) -> None:
     assert has_room(few_rows, 128, 128)  # 34 MB
 
 
+def test_no_more_than_the_kernels_count() -> None:
+    """A thread's words of all key tiles have numbers of 32 bits, one word each up to 64 keys."""
+    for batch, room in ((2048, True), (3072, False)):
+        asked = problem(batch, 1024, 64, 64)
+        assert (keep_words_bytes(asked, 64, 64) // 4 <= 2**32) is room
+        assert has_room(asked, 64, 64) is room
+
+
 def test_the_autotuner_tries_both() -> None:
     found = forward_candidates(problem(16, 1024, 12, 64, **CAUSAL), **GPU)
     words = [any(launch.config.kernel == "dropout_words" for launch in spec.launches) for spec in found.values()]
