@@ -168,23 +168,23 @@ def from_graphs(
 ) -> dict[str, Any]:
     """Put the times of graphs into ``times`` where a pass is short; times without one are returned, for the row.
 
+    Of everybody: by times without a graph a kernel whose host is slow would be left out, however fast it is itself.
     Where one cannot be captured, all wait behind a pause instead; the row says why.
     """
     mine = {f"{name}.{which}": each for name, each in running.items() if which in each.functions}
     if min(times[key]["ms"] for key in mine) >= GRAPH_MS:
         return {}
-    kept = mine.keys() - set(slow({key: times[key]["ms"] for key in mine}))
-    eager: dict[str, Any] = {f"{key}.eager": times[key]["ms"] for key in kept}
+    eager: dict[str, Any] = {f"{key}.eager": times[key]["ms"] for key in mine}
     graphs: dict[str, Callable[[], Any]] = {}
-    for key in sorted(kept):
+    for key in sorted(mine):
         try:
             graphs[key] = mine[key].graph(which)
         except Exception as error:
             after_a_failed_capture()
             eager[f"{which}.paused"] = f"{key}: {type(error).__name__}: {str(error).splitlines()[0][:150]}"
-            times |= behind_a_pause({k: (mine[k].pass_of(which), mine[k].context) for k in sorted(kept)}, rounds)
+            times |= behind_a_pause({k: (mine[k].pass_of(which), mine[k].context) for k in sorted(mine)}, rounds)
             return eager
-    times |= in_turn(graphs, rounds=rounds, rep_ms=rep_ms)
+    times |= in_turn(graphs, rounds=rounds, rep_ms=rep_ms, hopeless=slow)
     return eager
 
 
