@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import ClassVar
 
 import pytest
 
@@ -266,6 +267,66 @@ def test_a_hopeless_rival_is_run_once(benchmarks: Path) -> None:
 
     times = {"ours.fwd": 5.0, "ours.bwd": 1.0, "a.fwd": 1.0, "a.bwd": 1.4, "b.fwd": 1.6, "b.bwd": 1.6}
     assert models.slow(times) == {"b.fwd", "b.bwd"}
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_graphs_of_short_passes_are_everybodys(
+    refuses: bool, benchmarks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel with a slow host is not left out; where one cannot be captured all wait behind a pause."""
+    pytest.importorskip("torch")
+    import models
+
+    class Pass:
+        functions: ClassVar = {"bwd": None}
+        context = None
+
+        def graph(self, which: str) -> str:
+            if refuses:
+                raise RuntimeError("no graph")
+            return f"graph of {which}"
+
+        def pass_of(self, which: str) -> str:
+            return f"pass of {which}"
+
+    running = {"ours": Pass(), "fa3": Pass()}
+    times = {"ours.bwd": {"ms": 0.1}, "fa3.bwd": {"ms": 0.5}}
+    measured = []
+    for name in ("in_turn", "behind_a_pause"):
+        monkeypatch.setattr(
+            models, name, lambda functions, *_, name=name, **__: measured.append((name, functions)) or {}
+        )
+    monkeypatch.setattr(models, "after_a_failed_capture", lambda: None)
+    kept = models.from_graphs(times, running, "bwd", 3, 12)
+    assert (kept["ours.bwd.eager"], kept["fa3.bwd.eager"]) == (0.1, 0.5)
+    assert ("bwd.paused" in kept) == refuses
+    ((how, functions),) = measured
+    assert how == ("behind_a_pause" if refuses else "in_turn")
+    assert set(functions) == {"ours.bwd", "fa3.bwd"}
+    assert models.from_graphs({"ours.bwd": {"ms": 0.7}, "fa3.bwd": {"ms": 0.9}}, running, "bwd", 3, 12) == {}
+
+
+def test_cases_of_the_grid_and_of_its_neighbours(benchmarks: Path) -> None:
+    """One row each, of as many scores as its name says; tiny ones are computed as the definition says."""
+    pytest.importorskip("torch")
+    import attention
+
+    assert len(list(attention.grid_cases(quick=False))) == 36
+    assert len(list(attention.grid_cases(quick=True))) == 18
+    rows = [*attention.grid_cases(quick=False), *attention.few_cases(), *attention.size_cases()]
+    for row, case in rows:
+        b, s, h = map(int, row["BxSxH"].split("x"))
+        assert (b, s, h, row["D"], row["causal"]) == (case.b, case.q, case.h, case.d, case.causal)
+        kept = s * (s + 1) / 2 if case.causal else s * s
+        assert case.flops() == 4 * b * h * case.d * kept
+        assert row.get("Hkv", h) == case.heads_kv
+    names = [tuple(row.values()) for row, _ in rows]
+    assert len(set(names)) == len(names)
+    for case in attention.feature_cases():
+        if not case.dropout:
+            row = attention.measure_case(case.tiny(), ["math"], "cpu", 1, 1)
+            assert not row["skipped"], case.name
+            assert row["bwd/math"] > 0, case.name
 
 
 def test_summary_names_the_cases_behind(benchmarks: Path) -> None:
