@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,42 +31,38 @@ from models import measure_case
 from plot import plot
 
 ROUNDS = 3
-Named = Iterator[tuple[dict[str, Any], Case]]
-"""What a row is called by, and its case."""
 
 
-def plain(b: int, s: int, h: int, d: int, hkv: int = 0, dtype: str = "bfloat16") -> Named:
+def plain(group: str, b: int, s: int, h: int, d: int, hkv: int = 0, dtype: str = "bfloat16") -> tuple[Case, Case]:
     """Self-attention of every score, and causal."""
-    for causal in (False, True):
-        case = Case(name="plain", kind="language", b=b, q=s, h=h, hkv=hkv, d=d, dtype=dtype, causal=causal)
-        yield {"D": d, "causal": causal, "BxSxH": f"{b}x{s}x{h}"}, case
+    dense = Case(name=group, kind="language", b=b, q=s, h=h, hkv=hkv, d=d, dtype=dtype)
+    return dense, replace(dense, causal=True)
 
 
-def grid_cases(quick: bool) -> Named:
+def grid_cases(quick: bool) -> list[Case]:
     lengths = (1024, 4096, 16384) if quick else (512, 1024, 2048, 4096, 8192, 16384)
-    for d, h in ((64, 32), (128, 16), (256, 8)):
-        each = [list(plain(16384 // s, s, h, d)) for s in lengths]
-        for which in (0, 1):
-            yield from (both[which] for both in each)
+    found = [x for d, h in ((64, 32), (128, 16), (256, 8)) for s in lengths for x in plain("grid", 16384 // s, s, h, d)]
+    return sorted(found, key=lambda x: (x.d, x.causal, x.q))
 
 
-def few_cases() -> Named:
+def few_cases() -> list[Case]:
     """Too few heads to fill the GPU more than once."""
-    for s, h, d in ((1024, 16, 64), (4096, 4, 64), (1024, 16, 128), (2048, 8, 128), (4096, 4, 128), (4096, 8, 128)):
-        for row, case in plain(1, s, h, d):
-            yield {"group": "few heads", **row, "Hkv": h}, case
+    shapes = ((1024, 16, 64), (4096, 4, 64), (1024, 16, 128), (2048, 8, 128), (4096, 4, 128), (4096, 8, 128))
+    return [x for s, h, d in shapes for x in plain("few heads", 1, s, h, d)]
 
 
-def size_cases() -> Named:
+def size_cases() -> list[Case]:
     """Lengths that are no power of two, key heads that are shared, float16."""
-    ragged = [(16384 // s, s, 2048 // d, d) for d in (64, 128) for s in (1000, 1024, 3000, 3072, 5000, 5120)]
-    for each in ragged:
-        yield from (({"group": "ragged", **row, "Hkv": case.h}, case) for row, case in plain(*each))
-    for b, s in ((4, 4096), (1, 16384)):
-        yield from (({"group": "key heads shared", **row, "Hkv": 8}, case) for row, case in plain(b, s, 32, 128, 8))
-    for d in (64, 128, 256):
-        found = plain(4, 4096, 2048 // d, d, dtype="float16")
-        yield from (({"group": "float16", **row, "Hkv": case.h}, case) for row, case in found)
+    pairs = [
+        *(
+            plain("ragged", 16384 // s, s, 2048 // d, d)
+            for d in (64, 128)
+            for s in (1000, 1024, 3000, 3072, 5000, 5120)
+        ),
+        *(plain("key heads shared", b, s, 32, 128, hkv=8) for b, s in ((4, 4096), (1, 16384))),
+        *(plain("float16", 4, 4096, 2048 // d, d, dtype="float16") for d in (64, 128, 256)),
+    ]
+    return [case for pair in pairs for case in pair]
 
 
 def feature_cases() -> list[Case]:
@@ -95,15 +92,21 @@ def feature_cases() -> list[Case]:
     ]
 
 
-def measured(cases: Named, rep_ms: int) -> Iterator[dict[str, Any]]:
-    for row, case in cases:
-        yield row | measure_case(case, peers.installed(), "cuda", ROUNDS, rep_ms)
+def timed(case: Case, rep_ms: int) -> dict[str, Any]:
+    return measure_case(case, peers.installed(), "cuda", ROUNDS, rep_ms)
+
+
+def shapes(cases: list[Case], rep_ms: int) -> Iterator[dict[str, Any]]:
+    """A row of each of `plain`."""
+    for case in cases:
+        row = {"group": case.name, "D": case.d, "causal": case.causal, "BxSxH": f"{case.b}x{case.q}x{case.h}"}
+        yield row | {"Hkv": case.heads_kv} | timed(case, rep_ms)
         torch.cuda.empty_cache()
 
 
 def features(rep_ms: int) -> Iterator[dict[str, Any]]:
     for case in feature_cases():
-        row = measure_case(case, peers.installed(), "cuda", ROUNDS, rep_ms)
+        row = timed(case, rep_ms)
         if "GB/s" in row:
             row["of copy"] = row["GB/s"] / copy_gb_per_s()
         row |= {f"peak_mb.{name}": peak_mb(case, name) for name in ("ours", "seed") if f"{name}.bwd" in row}
@@ -208,12 +211,12 @@ def main() -> None:
         save(f"features_{backend}", rows, arguments.out)
     for part, cases in (("sizes", size_cases()), ("few", few_cases())):
         if part in parts:
-            rows = list(measured(cases, rep_ms))
+            rows = list(shapes(cases, rep_ms))
             print_table(rows, ["group", "D", "causal", "BxSxH", "Hkv", *ratio_columns()])
             save(f"{part}_{backend}", rows, arguments.out)
     if "grid" in parts:
         rows = []
-        for row in measured(grid_cases(arguments.quick), rep_ms):
+        for row in shapes(grid_cases(arguments.quick), rep_ms):
             rows.append(row)
             path = save(f"grid_{backend}", rows, arguments.out)  # what there is, should the time be cut off
             best = " and ".join(f"{row[f'{which}/best']:.2f}" for which in ("fwd", "bwd"))

@@ -133,8 +133,9 @@ class Section(NamedTuple):
 
 
 LEFT_OUT = (
-    "FlashAttention-3, and sometimes others, have a dash in many short passes of this run too: whoever took 1.5 times "
-    "the fastest's time without a graph, its host's, was not timed from one. Since then everybody is."
+    "FlashAttention-3, and sometimes others, also have a dash in many short passes of this run: a kernel whose time "
+    "without a graph, that of its host, was 1.5 times the fastest's was not timed from one. "
+    "`benchmarks/models.py` times everybody's now."
 )
 
 SECTIONS = (

@@ -17,7 +17,7 @@ from test_torch_ops import Block  # noqa: E402
 
 
 def main() -> None:
-    # torch would compile and run a program for each kind of vector instructions; on a GPU no loop is the host's.
+    # Otherwise torch compiles and runs a program for each kind of the host's vector instructions; none is needed.
     torch._inductor.config.cpp.vec_isa_ok = False
     directory, what, device = sys.argv[1:]
     layer = (Block() if what == "attention" else torch.nn.Linear(256, 256)).to(device).eval()

@@ -22,6 +22,14 @@ from nvrtc_attn import api  # noqa: E402
 from nvrtc_attn.plans import plan  # noqa: E402
 
 DEVICE = "cuda"
+BANDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"causal": True},
+    {"causal": "top_left", "seqlen_q": 1300, "dtype": "float16"},
+    {"window_size": (200, 30)},
+    {"causal": True, "window_size": (64, 0), "softcap": 20.0},
+)
+"""Options of a case: which keys a row sees by where both are."""
 OUTPUT_LAYOUTS = ("contiguous", "bhmk", "packed", "padded_rows", "last_strided", "unaligned", "random")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import cases
 import pytest
-from harness import Run, failures, forget_plans, oracle, torch
+from harness import BANDS, Run, failures, forget_plans, oracle, torch
 
 import nvrtc_attn
 import nvrtc_attn.torch as na
@@ -47,11 +47,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"causal": True},
-        {"causal": "top_left", "seqlen_q": 1300, "dtype": "float16"},
-        {"window_size": (200, 30)},
-        {"causal": True, "window_size": (64, 0), "softcap": 20.0},
+        *BANDS,
         {"seqlen_q": 900, "seqlen_k": 333, "causal": True},  # rows that see no key
         {"seqused_k": (650, 5, 0), "causal": True},
         {"bias": "bhqk", "causal": True, "seqlen_k": 656},

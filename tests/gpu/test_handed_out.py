@@ -9,7 +9,7 @@ from typing import Any
 
 import cases
 import pytest
-from harness import Run, failures, forget_plans, oracle, torch
+from harness import BANDS, Run, failures, forget_plans, oracle, torch
 
 from nvrtc_attn.heuristics import hopper_forward_schedule
 
@@ -43,11 +43,7 @@ def hand_out(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"causal": True},
-        {"causal": "top_left", "seqlen_q": 1300, "dtype": "float16"},
-        {"window_size": (200, 30)},
-        {"causal": True, "window_size": (64, 0), "softcap": 20.0},
+        *BANDS,
         {"seqused_k": USED, "causal": True},
         {"seqused_k": USED},
         {"causal": True, "dropout_p": 0.2},

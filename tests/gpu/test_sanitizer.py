@@ -23,15 +23,13 @@ MODIFIERS = ("both", "t5", "documents")
 PARTS = ("dropout", "bias-dlse")
 """Problems of `sanitizer.py` that are computed in parts: rows, keys and heads of a whole, forward and backward."""
 # Every kernel is launched by one of these at least; a test without a GPU counts them.
+SHARES = 5
+"""Processes among which a tool's cases are dealt: one alone takes more than eight minutes (H200, 2026-11-30)."""
 
 
 def _sanitizer() -> str | None:
     toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     return shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), f"{toolkit}/bin"]))
-
-
-SHARES = 5
-"""Processes among which a tool's cases are dealt: one alone takes more than eight minutes (H200, 2026-11-30)."""
 
 
 @pytest.mark.slow

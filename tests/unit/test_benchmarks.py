@@ -306,21 +306,24 @@ def test_graphs_of_short_passes_are_everybodys(
     assert models.from_graphs({"ours.bwd": {"ms": 0.7}, "fa3.bwd": {"ms": 0.9}}, running, "bwd", 3, 12) == {}
 
 
-def test_cases_of_the_grid_and_of_its_neighbours(benchmarks: Path) -> None:
+def test_cases_of_the_grid_and_of_its_neighbours(benchmarks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row each, of as many scores as its name says; tiny ones are computed as the definition says."""
     pytest.importorskip("torch")
     import attention
 
-    assert len(list(attention.grid_cases(quick=False))) == 36
-    assert len(list(attention.grid_cases(quick=True))) == 18
-    rows = [*attention.grid_cases(quick=False), *attention.few_cases(), *attention.size_cases()]
-    for row, case in rows:
+    assert len(attention.grid_cases(quick=False)) == 36
+    assert len(attention.grid_cases(quick=True)) == 18
+    known = [*attention.grid_cases(quick=False), *attention.few_cases(), *attention.size_cases()]
+    monkeypatch.setattr(attention, "timed", lambda case, rep_ms: {"timed": case})
+    rows = list(attention.shapes(known, 60))
+    for row, case in zip(rows, known, strict=True):
         b, s, h = map(int, row["BxSxH"].split("x"))
         assert (b, s, h, row["D"], row["causal"]) == (case.b, case.q, case.h, case.d, case.causal)
         kept = s * (s + 1) / 2 if case.causal else s * s
         assert case.flops() == 4 * b * h * case.d * kept
-        assert row.get("Hkv", h) == case.heads_kv
-    names = [tuple(row.values()) for row, _ in rows]
+        assert row["Hkv"] == case.heads_kv
+        assert row["timed"] is case
+    names = [(row["group"], row["BxSxH"], row["D"], row["causal"], row["Hkv"]) for row in rows]
     assert len(set(names)) == len(names)
     for case in attention.feature_cases():
         if not case.dropout:
