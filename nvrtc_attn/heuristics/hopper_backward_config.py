@@ -71,6 +71,8 @@ def smem_bytes(config: HopperBackwardConfig) -> int:
     slabs, slabs_v, groups = ceil_div(config.head_dim, 64), ceil_div(config.head_dim_v, 64), config.block_n // 64
     rows = config.block_n * (slabs + slabs_v) + 2 * groups * config.block_m
     rows += config.block_m * config.num_stages * (slabs + slabs_v)
+    if config.block_m == 80:  # dq on its way to global memory
+        rows += 4 * config.block_m * config.head_dim // 128
     helpers = 0
     if config.keep_words or config.ordered or config.begins_products:
         helpers = 16 + 8 * (4 + 2 * config.num_stages) + 16 * config.keep_words * config.num_stages * config.block_n

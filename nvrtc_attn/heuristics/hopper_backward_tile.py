@@ -122,7 +122,7 @@ def tile_of_queries(problem: AttentionProblem, num_sms: int) -> Tile:
     """The tile table; what lost is in docs/experiments.md, "Hopper backward: tiles" (H200, 2026-11-21).
 
     128 queries fit in registers up to head dim 64 only. Beyond it 80 with plain scores read 7.5 % less shared memory
-    than 64 and are 1 to 4 % faster. ``fused`` saves a launch, 2 to 12 % up to 2048 queries (4096 with a band), but
+    than 64 and are up to 9 % faster. ``fused`` saves a launch, 2 to 12 % up to 2048 queries (4096 with a band), but
     with two key tiles a multiprocessor or fewer all of them wait for their rows at once. V in registers is 1 to 4 %
     faster up to head dim 96, and at 72 and 80 columns dQ's products without padding 1 to 3 % more (2026-11-22).
     """

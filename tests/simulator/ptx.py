@@ -570,8 +570,7 @@ class Reader:
 
     def on_cp(self, words: list[str], x: list[str]) -> tuple[str, list[int]]:
         if words[1] == "reduce":
-            words = ["cp", *words[2:]]
-            return self.bulk(words, x, adds=True)
+            return self.bulk(words[2:], x, adds=True)
         if words[2] == "bulk":
             return self.bulk(words[1:], x, adds=False)
         if words[2] == "commit_group":
@@ -586,7 +585,7 @@ class Reader:
         return "cp.async", [*self.address(x[0]), *self.address(x[1]), int(x[2]), valid]
 
     def bulk(self, words: list[str], x: list[str], *, adds: bool) -> tuple[str, list[int]]:
-        """``words`` from "async" (or "cp") and "bulk" on."""
+        """``words`` from "async" and "bulk" on."""
         rest = words[2:]
         if rest[0] == "prefetch":
             return "nothing", []

@@ -21,11 +21,12 @@
 // compute what S^T begins with, ahead of the consumers: hopper/backward/diagonal_warps.cuh.
 //
 // Shared memory (slabs of 64 columns, see hopper/common/wgmma.cuh): K, V, kNumStages x Q, kNumStages x dO, 2 x
-// dS[query][key], row_lse and delta for each slot, which tile it is, what products begin with, mbarriers, what the helpers
-// need. Everything that a tile writes leaves from registers, with two exceptions. With kKeySlots == 2 dk and dv leave through
-// shared memory, by the idle warps of the loading group: hopper/backward/relay.cuh. With kBiasTiles the slots of dS also
-// bring the bias and take its gradient away (hopper/backward/score_tile_transposed.cuh), and zeros for query tiles that no
-// product reaches leave from a slab of zeros.
+// dS[query][key], of 80 queries dq, row_lse and delta for each slot, which tile it is, what products begin with, mbarriers,
+// what the helpers need. Everything that a tile writes leaves from registers, with three exceptions. dq of 80 queries is
+// added by the copy engine: hopper/backward/bulk_additions.cuh. With kKeySlots == 2 dk and dv leave through shared memory,
+// by the idle warps of the loading group: hopper/backward/relay.cuh. With kBiasTiles the slots of dS also bring the bias and
+// take its gradient away (hopper/backward/score_tile_transposed.cuh), and zeros for query tiles that no product reaches leave
+// from a slab of zeros.
 //
 // Barriers: mbarriers full / empty for K, V and every slot of Q and dO. `full` counts the bytes of the copies, `empty`
 // one arrival per consumer warp. full_k also announces the tile. With kBeginsProducts full_q also counts one arrival for
@@ -38,6 +39,7 @@
 #pragma once
 #include "../collective/gradient_accumulator.cuh"
 #include "../collective/score_gradient_transposed.cuh"
+#include "../hopper/backward/bulk_additions.cuh"
 #include "../hopper/backward/diagonal_warps.cuh"
 #include "../hopper/backward/gradient_store.cuh"
 #include "../hopper/backward/load.cuh"
@@ -154,7 +156,10 @@ struct KeyTileConsumer : cute::conditional_t<HopperBackwardShape<Traits>::kRelay
         barriers.full_k().wait(parity);
       }
       KeyTile const tile = read_key_tile(announced);
-      if (tile.n_block < 0) break;
+      if (tile.n_block < 0) {
+        if constexpr (Shape::kTransposedDq) wait_bulk_adds();
+        break;
+      }
       if constexpr (Traits::kVarlen) {
         if (tile.b == params.batch) {  // the virtual sequence of all tokens outside the others
           release_operands();
@@ -683,14 +688,17 @@ struct KeyTileConsumer : cute::conditional_t<HopperBackwardShape<Traits>::kRelay
         (accumulator_row0<Traits::kVarlen, kBlockM>(work.seqlen.q_row0, work.tile.b) + m0) * Traits::kHeadDim +
         block * kAccumBlock;
     // Not of columns that dq does not have.
-    int tiles = min(Shape::kTilesDq, Shape::kTilesD - (Shape::kSplitRows ? 0 : group * Shape::kTilesDq));
     if constexpr (Shape::kTransposedDq) {
-      tiles = 64 * group + 16 * warp < Traits::kHeadDim ? Shape::kTilesDq : 0;
-    }
-    constexpr bool kAll = kOwn >= 0 || Shape::kTilesD == (Shape::kTransposedDq ? 16 : 2 * Shape::kTilesDq);
+      if (Traits::kHeadDim == 128 || 64 * group + 16 * warp < Traits::kHeadDim) {
+        add_blocks_in_bulk(to, smem + Shape::kOffsetDq + block * kAccumBlock * 4, dq, lane);
+      }
+    } else {
+      int const tiles = min(Shape::kTilesDq, Shape::kTilesD - (Shape::kSplitRows ? 0 : group * Shape::kTilesDq));
+      constexpr bool kAll = kOwn >= 0 || Shape::kSplitRows || Shape::kTilesD == 2 * Shape::kTilesDq;
 #pragma unroll
-    for (int d = 0; d < kTilesDq; ++d) {
-      if (Shape::kSplitRows || kAll || d < tiles) add_block(to + d * kAccumBlock, dq[0][d], lane);
+      for (int d = 0; d < kTilesDq; ++d) {
+        if (kAll || d < tiles) add_block(to + d * kAccumBlock, dq[0][d], lane);
+      }
     }
     if constexpr (Traits::kOrdered) {
       __syncwarp();

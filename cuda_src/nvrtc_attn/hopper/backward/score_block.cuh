@@ -22,8 +22,8 @@ struct ScoreBlock {
   using Bias = TransposedBias<Traits>;
   static constexpr int kTilesM = Shape::kTilesM;
   // Whether the caller brings P's references of the first two tiles, read before S was there.
-  static constexpr bool kAhead =
-      Traits::kVarlen && Shape::kPlainOrPacked && Traits::kBand && Shape::kBlockM == 128 && !Shape::kRelays;
+  static constexpr bool kAhead = Shape::kTransposedDq || (Traits::kVarlen && Shape::kPlainOrPacked && Traits::kBand &&
+                                                          Shape::kBlockM == 128 && !Shape::kRelays);
   // Whether a hidden score has finite dP, so that dS is zero because P is. Elsewhere rows of V may be another sequence's, or
   // those of keys that nobody sees, and hold NaN; and a modifier's derivative may be anything there.
   static constexpr bool kFiniteHidden = !(Traits::kVarlen || Traits::kSequsedK || Traits::kMask || Given::kAny);

@@ -51,12 +51,12 @@ struct HopperBackwardShape {
   // one slab of columns, in multiples of 16 for a warp, and all queries.
   static constexpr bool kSplitRows = kBlockM == 128;
   static constexpr bool kTransposedDq = kBlockM == 80;
-  // dV is started before dS is computed: figures at choose_tile; with keep words the other order has too few registers, and of
-  // one key tile, often one turn of the loop, no turn before or after fills what the later start leaves. Beside sums along
-  // diagonals it spills 20 bytes instead of 84 to 112, and a trained table takes 2 to 6 % less; untrained 1 % more.
+  // dV is started before dS is computed: with keep words the other order has too few registers, and of one key tile, often one
+  // turn of the loop, no turn before or after fills what the later start leaves. Beside sums along diagonals it spills 20 bytes
+  // instead of 84 to 112, and a trained table takes 2 to 6 % less; untrained 1 % more.
   static constexpr bool kSumsBesideBegun = Traits::kBeginsProducts && ModifierOf<Traits>::kTrainsByDistance;
-  static constexpr bool kEarlyDv =
-      kTransposedDq || Traits::kKeepWords || Traits::kOneKeyTile || (kSumsBesideBegun && kSplitRows);
+  static constexpr bool kEarlyDv = Traits::kKeepWords || Traits::kOneKeyTile || (kSumsBesideBegun && kSplitRows);
+  static constexpr int kBytesDq = kTransposedDq ? kBlockM * kHeadDim * 4 : 0;  // hopper/backward/bulk_additions.cuh
   static constexpr int kTilesDq = kTransposedDq ? kTilesM : kSplitRows ? kTilesD : kSlabs * 4;
 
   using BarrierMap = BackwardBarrierMap<kBlocks, kStages, kStagesDout, kBiasTiles, Traits::kKeySlots>;
@@ -64,7 +64,8 @@ struct HopperBackwardShape {
   static constexpr int kOffsetQ = kOffsetV + kBytesV;
   static constexpr int kOffsetDout = kOffsetQ + kStages * kBytesQ;
   static constexpr int kOffsetDs = kOffsetDout + kStages * kBytesDout;
-  static constexpr int kOffsetZeros = kOffsetDs + 2 * kBytesDs;
+  static constexpr int kOffsetDq = kOffsetDs + 2 * kBytesDs;
+  static constexpr int kOffsetZeros = kOffsetDq + kBytesDq;
   static constexpr int kOffsetRelay = kOffsetZeros + kBytesZeros;
   static constexpr int kOffsetLse = kOffsetRelay + kBytesRelay;
   static constexpr int kOffsetDelta = kOffsetLse + kStages * kBytesStatistic;
