@@ -58,8 +58,10 @@ FA4_CACHE = {
 class Running:
     """The calls of one provider on one case: forward without a graph, and backward of one graph."""
 
-    def __init__(self, call: peers.Call, backward: bool) -> None:
+    def __init__(self, call: peers.Call, backward: bool, *, seed_on_host: bool = False) -> None:
+        """With ``seed_on_host`` a backward pass reads dropout's seed there, if its forward pass was not captured."""
         self.call = call
+        self.seed_on_host = seed_on_host
         self.context = call.context
         self.functions: dict[str, Callable[[], Any]] = {}
 
@@ -91,6 +93,8 @@ class Running:
 
         That one's graph of nodes is of the default stream, and would have the captured pass wait for it.
         """
+        if which == "bwd" and self.seed_on_host:
+            raise RuntimeError("dropout's seed is on the host, where the replayed kernel would look for it")
         if which == "bwd":
             self.functions[which] = lambda: None
             gc.collect()
@@ -125,7 +129,7 @@ def measure_case(case: Case, rivals: list[str], device: str, rounds: int, rep_ms
     for name in rivals:
         make = peers.plain_math if name == "math" else peers.PEERS[name]
         try:
-            found = Running(make(case, inputs), case.backward)
+            found = Running(make(case, inputs), case.backward, seed_on_host=case.dropout > 0)
         except Exception as error:  # what it cannot do; the reason is kept
             text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             row["skipped"][name] = text.removeprefix("CannotError: ").splitlines()[0][:150]
