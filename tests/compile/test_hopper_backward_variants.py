@@ -384,6 +384,10 @@ def test_queries_of_a_tile_by_length() -> None:
     assert chosen(128, 2048) == chosen(128, 4096, **CAUSAL) == (64, True)
     assert chosen(128, 2049) == chosen(120, 4096) == chosen(128, 4097, **CAUSAL) == (80, False)
     assert chosen(128, 1024, seqlen_k=300) == (80, False)
+    # Heads that thread blocks share: causal ones beyond 4096 queries.
+    grouped = {"num_heads": 32, "num_heads_kv": 2, "batch": 1}
+    assert chosen(128, 8192, **grouped, **CAUSAL) == (80, False)
+    assert chosen(128, 8192, **grouped) == (64, False)
     assert chosen(112, 16384) == chosen(96, 16384) == (64, False)
     assert chosen(64, 16384) == chosen(64, 16384, **CAUSAL) == (128, False)
     for changes in (
@@ -478,7 +482,7 @@ PACKED = {"varlen": True}
 def other_ways(head_dim: int, tile: dict[str, Any], changes: dict[str, Any]) -> list[KernelConfig]:
     """The main kernel with ``tile``, and what converts its sums."""
     asked = problem(head_dim, changes.get("dtype", "bfloat16"), **{x: y for x, y in changes.items() if x != "dtype"})
-    launches = plan(asked, splits=1, **tile).launches
+    launches = plan(asked, **({"splits": 1} | tile)).launches
     return [x.config for x in launches if x.config.kernel in ("backward_hopper", "dkv_hopper_convert")]
 
 
@@ -486,6 +490,7 @@ def other_ways(head_dim: int, tile: dict[str, Any], changes: dict[str, Any]) -> 
     ("head_dim", "tile", "changes"),
     [
         (128, {"parts": 4, "fused": False, "block_m": 80}, {}),
+        (128, {"splits": 4, "fused": False, "block_m": 80, "descending": True}, {"num_heads_kv": 1, **CAUSAL}),
         (128, {"parts": 4, "fused": False, "block_m": 80}, {"num_heads_kv": 1, **CAUSAL}),
         (128, {"parts": 4, "fused": True, "block_m": 64}, {"num_heads_kv": 1, **CAUSAL}),
         (64, {"parts": 4, "fused": False}, {}),

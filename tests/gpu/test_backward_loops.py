@@ -94,6 +94,17 @@ def test_gradients_of_tiles_of_80_queries(head_dim: int, options: dict[str, Any]
 
 
 @pytest.mark.reliability(31)
+@pytest.mark.parametrize("splits", [2, 3, 6])
+def test_tiles_of_80_queries_of_heads_in_several_blocks(splits: int, force: Any) -> None:
+    fields: dict[str, Any] = {"batch": 2, "seqlen_q": 333, "seqlen_k": 411, "num_heads": 12, "num_heads_kv": 2}
+    case = cases.make_case("loops-splits-80", dtype="bfloat16", head_dim=128, causal=True, **fields)
+    run = Run(case)
+    exact, low = oracle(case, run.arrays)
+    force(block_m=80, fused=False, splits=splits, descending=splits == 3)
+    assert not failures(case, run.backward(run.forward()), exact, low, run.arrays)
+
+
+@pytest.mark.reliability(31)
 @pytest.mark.parametrize("splits", [1, 2, 3, 6])
 @pytest.mark.parametrize(
     ("head_dim", "options"),
