@@ -132,12 +132,6 @@ class Section(NamedTuple):
     below: str = ""
 
 
-LEFT_OUT = (
-    "FlashAttention-3, and sometimes others, also have a dash in many short passes of this run: a kernel whose time "
-    "without a graph, that of its host, was 1.5 times the fastest's was not timed from one. "
-    "`benchmarks/models.py` times everybody's now."
-)
-
 SECTIONS = (
     Section(
         "grid_auto",
@@ -152,8 +146,7 @@ SECTIONS = (
         "Milliseconds and TFLOP/s of ours (of the scores that the masks keep), and the time of each peer over ours in "
         "the same process. Backward is by itself; a dash is what a peer cannot do or the case does not have. Passes "
         "below 0.6 ms are timed from CUDA graphs: autograd's thread takes the host 0.06 to 0.45 ms, "
-        "which benchmarks/host.py measures, and models_auto.json keeps the times without graphs beside (`.eager`). "
-        f"{LEFT_OUT}",
+        "which benchmarks/host.py measures, and models_auto.json keeps the times without graphs beside (`.eager`).",
         "![Time of each peer over ours, a line a case](../benchmarks/results/models_auto.png)",
     ),
     Section(
@@ -161,8 +154,8 @@ SECTIONS = (
         "Shapes that nobody chose",
         "Columns as in the table before, of problems of the same kinds that are drawn at random "
         "(`benchmarks/drawn_cases.py`): what a choice by the kind of a problem is worth on the next shape of it. "
-        "Nothing was chosen for those of this seed; two backward passes that were behind have been mended since. "
-        f"{LEFT_OUT} "
+        "Nothing was chosen for those of this seed; two backward passes that were behind when it was first drawn were "
+        "mended then. "
         "What seeds before it found is in [experiments](experiments.md#problems-that-nobody-chose).",
         "![Time of each peer over ours, a line a case](../benchmarks/results/drawn_auto.png)",
     ),
@@ -184,7 +177,7 @@ SECTIONS = (
     Section(
         "few_auto",
         "Few heads",
-        f"Replayed from CUDA graphs. {LEFT_OUT}",
+        "Replayed from CUDA graphs.",
     ),
     Section(
         "grid_portable",

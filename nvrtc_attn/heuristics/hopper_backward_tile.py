@@ -160,7 +160,7 @@ def tile_of_queries(problem: AttentionProblem, num_sms: int) -> Tile:
     tile = replace(
         tile, fused=fused, splits=splits, parts=parts, whole=whole, descending=descending, **registers_of(problem)
     )
-    # Of heads that are split 64 are 5 % faster with a window, dense 1 %, but causal ones 80: 1.3 to 3.3 %, 1 x 6144 and
+    # Of heads that are split 64 are 5 % faster with a window, but 80 of long causal ones 1.3 to 3.3 %: 1 x 6144 and
     # 2 x 8192, 64 heads on 8, 1 x 7717, 32 on 4, 1 x 8192, 32 on 2, 48 on 1 (H200, 2026-11-30).
     whole_heads = splits == 1 or (is_causal(problem) and problem.seqlen_q > FUSED_BAND)
     few_keys = problem.window_left is not None and window_of(problem) < WINDOW_OF_80

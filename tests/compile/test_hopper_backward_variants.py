@@ -384,10 +384,10 @@ def test_queries_of_a_tile_by_length() -> None:
     assert chosen(128, 2048) == chosen(128, 4096, **CAUSAL) == (64, True)
     assert chosen(128, 2049) == chosen(120, 4096) == chosen(128, 4097, **CAUSAL) == (80, False)
     assert chosen(128, 1024, seqlen_k=300) == (80, False)
-    # Heads that thread blocks share: causal ones beyond 4096 queries.
+    # Heads that thread blocks share: beyond 4096 queries.
     grouped = {"num_heads": 32, "num_heads_kv": 2, "batch": 1}
     assert chosen(128, 8192, **grouped, **CAUSAL) == (80, False)
-    assert chosen(128, 8192, **grouped) == (64, False)
+    assert chosen(128, 4096, **grouped, **CAUSAL) == (64, True)
     assert chosen(112, 16384) == chosen(96, 16384) == (64, False)
     assert chosen(64, 16384) == chosen(64, 16384, **CAUSAL) == (128, False)
     for changes in (
