@@ -33,7 +33,8 @@ NAMES = (
     "softcap-causal-float32", "deterministic", "varlen-seqused-True", "varlen-everything", "varlen-float32",
     "layout-random-float16", "layout-unaligned-float16", "everything", "empty-keys", "tiles-0-d64", "tiles-4-d128",
     "bias-tiles-0-bhqk", "bias-tiles-13-1hqk", "bias-tiles-19-bh1k", "wide-0-d256-256", "wide-2-d192-128",
-    "wide-10-d256-256", "between-10-d120", "few-queries-0", "few-queries-packed", "few-queries-unaligned", "dropout-gqa", "varlen-many",
+    "wide-10-d256-256", "between-10-d120", "few-queries-0", "few-queries-packed", "few-queries-unaligned",
+    "dropout-gqa", "varlen-many",
     "split-queries", "bias-11q1", "mask-tiles", "modifier-both", "modifier-t5",
     "modifier-documents", "part-dropout", "part-bias-dlse", "part-masked", "part-deterministic",
 )  # fmt: skip
