@@ -1,6 +1,6 @@
 // dq of a query tile leaves a warp of the Hopper backward kernel through shared memory, where the copy engine takes it and adds it
-// to dq_accum while the warp goes on. Tiles of 80 queries: 1.5 to 4 % less time of the pass than additions by the threads, 0 to
-// 1.5 % causal (D 128, H200, 2026-11-30); others lose 2 to 4 %, or have no room.
+// to dq_accum while the warp goes on. With dV started later, which this makes the faster order, a pass with tiles of 80 queries
+// takes 0 to 5 % less; tiles of 64 and 128 lose up to 4 %. docs/experiments.md, "Hopper backward: dq by the copy engine".
 #pragma once
 #include "../../collective/gradient_accumulator.cuh"
 #include "../common/barrier.cuh"
