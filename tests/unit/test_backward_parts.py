@@ -408,15 +408,16 @@ def test_a_tile_without_idle_warps_has_one_slot_of_keys() -> None:
 
 
 def test_queries_of_a_tile_of_split_heads() -> None:
-    def chosen(batch: int, heads: int, heads_kv: int) -> tuple[int, int]:
-        tile = hopper_backward_tile.choose_tile(problem(batch, 8192, 8192, heads, heads_kv, True), NUM_SMS)
+    def chosen(batch: int, heads: int, heads_kv: int, rows: int = 8192) -> tuple[int, int]:
+        tile = hopper_backward_tile.choose_tile(problem(batch, rows, rows, heads, heads_kv, True), NUM_SMS)
         return tile.splits, tile.block_m
 
     assert chosen(2, 32, 8) == (1, 80)
-    assert chosen(1, 40, 8) == (5, 64)  # 86 MB in flight otherwise
-    assert chosen(1, 64, 8) == (4, 64)  # 138
-    assert chosen(1, 48, 1) == (24, 64)
-    assert chosen(1, 32, 2) == (8, 64)
+    assert chosen(1, 40, 8) == (5, 80)  # 86 MB in flight otherwise
+    assert chosen(1, 64, 8) == (4, 80)  # 138
+    assert chosen(1, 48, 1) == (24, 80)
+    assert chosen(1, 32, 2) == (8, 80)
+    assert chosen(1, 28, 4, 4096) == (7, 64)
 
 
 @pytest.mark.parametrize("keys", [77, 300])
