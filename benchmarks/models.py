@@ -93,9 +93,9 @@ class Running:
 
         That one's graph of nodes is of the default stream, and would have the captured pass wait for it.
         """
-        if which == "bwd" and self.seed_on_host:
-            raise RuntimeError("dropout's seed is on the host, where the replayed kernel would look for it")
         if which == "bwd":
+            if self.seed_on_host:
+                raise RuntimeError("dropout's seed is on the host, where the replayed kernel would look for it")
             self.functions[which] = lambda: None
             gc.collect()
         call = self.call

@@ -94,17 +94,6 @@ def test_gradients_of_tiles_of_80_queries(head_dim: int, options: dict[str, Any]
 
 
 @pytest.mark.reliability(31)
-@pytest.mark.parametrize("splits", [2, 3, 6])
-def test_tiles_of_80_queries_of_heads_in_several_blocks(splits: int, force: Any) -> None:
-    fields: dict[str, Any] = {"batch": 2, "seqlen_q": 333, "seqlen_k": 411, "num_heads": 12, "num_heads_kv": 2}
-    case = cases.make_case("loops-splits-80", dtype="bfloat16", head_dim=128, causal=True, **fields)
-    run = Run(case)
-    exact, low = oracle(case, run.arrays)
-    force(block_m=80, fused=False, splits=splits, descending=splits == 3)
-    assert not failures(case, run.backward(run.forward()), exact, low, run.arrays)
-
-
-@pytest.mark.reliability(31)
 @pytest.mark.parametrize("splits", [1, 2, 3, 6])
 @pytest.mark.parametrize(
     ("head_dim", "options"),
@@ -116,6 +105,8 @@ def test_tiles_of_80_queries_of_heads_in_several_blocks(splits: int, force: Any)
         (96, {"dropout_p": 0.1, "softcap": 5.0}),
         (128, {"dropout_p": 0.3}),
         (80, {"seqlen_k": 77}),
+        (128, {"causal": True, "tile": {"block_m": 80, "fused": False, "descending": False}}),
+        (128, {"causal": True, "tile": {"block_m": 80, "fused": False, "descending": True}}),
         (128, {"seqlens": ((333, 411), (0, 60), (70, 0), (200, 5)), "seqused_k": (400, 60, 0, 5), "tail": (5, 9)}),
     ],
 )
@@ -125,12 +116,13 @@ def test_query_heads_of_a_group_in_several_blocks(
     fields: dict[str, Any] = {
         "dtype": "bfloat16", "head_dim": head_dim, "num_heads": 12, "num_heads_kv": 2, **options,
     }  # fmt: skip
+    tile = fields.pop("tile", {})
     if "seqlens" not in options:
         fields = {"batch": 2, "seqlen_q": 333, "seqlen_k": 411, **fields}
     case = cases.make_case("loops-splits", **fields)
     run = Run(case)
     exact, low = oracle(case, run.arrays)
-    force(splits=splits)
+    force(splits=splits, **tile)
     assert not failures(case, run.backward(run.forward()), exact, low, run.arrays)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -304,6 +305,25 @@ def test_graphs_of_short_passes_are_everybodys(
     assert how == ("behind_a_pause" if refuses else "in_turn")
     assert set(functions) == {"ours.bwd", "fa3.bwd"}
     assert models.from_graphs({"ours.bwd": {"ms": 0.7}, "fa3.bwd": {"ms": 0.9}}, running, "bwd", 3, 12) == {}
+
+
+def test_a_seed_on_the_host_is_not_replayed(benchmarks: Path) -> None:
+    """A backward pass that would read it from a graph faults; `from_graphs` lets all of that case wait instead."""
+    pytest.importorskip("torch")
+    import models
+
+    class Pass:
+        context = contextlib.nullcontext
+
+        def run(self) -> int:
+            return 1
+
+        def view(self, x: int) -> int:
+            return x
+
+    running = models.Running(Pass(), False, seed_on_host=True)
+    with pytest.raises(RuntimeError, match="dropout's seed is on the host"):
+        running.graph("bwd")
 
 
 def test_cases_of_the_grid_and_of_its_neighbours(benchmarks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
