@@ -155,6 +155,16 @@ class FakeDriver:
         assert all(n > 0 for n in what[1:7]), "CUDA has no empty grids and blocks"
         self.launches.append((self.stack[-1], *what, stream or 0, params, extra))
 
+    def do_LaunchKernelEx(self, config: Any, function: Any, params: int, extra: int) -> None:
+        """A launch that overlaps the one ahead: in this driver it begins behind it."""
+        (attribute,) = config.attrs
+        assert attribute.id.name == "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
+        assert attribute.value.programmaticStreamSerializationAllowed == 1
+        grid = config.gridDimX, config.gridDimY, config.gridDimZ
+        block = config.blockDimX, config.blockDimY, config.blockDimZ
+        stream = int(config.hStream) or None
+        self.do_LaunchKernel(function, *grid, *block, config.sharedMemBytes, stream, params, extra)
+
     def do_TensorMapEncodeTiled(self, *arguments: Any) -> Any:
         assert all(int(n) > 0 for n in arguments[3]), "CUDA has no tensor maps with an empty dim"
         self.tensor_maps.append(arguments)

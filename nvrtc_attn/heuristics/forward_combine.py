@@ -52,4 +52,5 @@ def combine_launch(
         block=combine.num_threads,
         smem_bytes=smem_bytes(combine),
         params=(("num_m_blocks", num_m_blocks), ("num_splits", num_splits)),
+        overlaps=True,
     )

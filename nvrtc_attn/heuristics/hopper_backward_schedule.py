@@ -150,11 +150,34 @@ def _in_turn(
     times = [heads_of_tile * max(x, 0) / 64 + beside for x in seen]
     whole, rest = divmod(heads, together)
     tiles = [x for x in times for _ in range(together)] * whole + [x for x in times for _ in range(rest)]
-    ends = tiles[:workers]
+    return _last_end(tiles, workers), sum(tiles) / workers
+
+
+def end_of_parts(
+    problem: AttentionProblem, block_m: int, parts: int, workers: int, beside: tuple[float, float]
+) -> float:
+    """As the first of `in_turn`, where every query head has key tiles of its own and each of them is in ``parts``.
+
+    In tiles of ``block_m`` queries; ``beside`` is what a whole tile and a part take beside them.
+    """
+    assert problem.window_right is not None
+    behind = problem.window_right + (problem.seqlen_k - problem.seqlen_q if problem.bottom_right else 0)
+    heads = problem.batch * problem.num_heads
+    key_tiles = ceil_div(problem.seqlen_k, BLOCK_N)
+    seen = (problem.seqlen_q - max(n * BLOCK_N - behind, 0) for n in range(key_tiles))
+    turns = [ceil_div(max(x, 0), block_m) for x in seen]
+    more = beside[parts > 1]
+    times = [(p + 1) * x // parts - p * x // parts + more for p in range(parts) for x in turns]
+    return _last_end([x for x in times for _ in range(heads)], workers)
+
+
+def _last_end(times: list[float], workers: int) -> float:
+    """When the last of ``workers`` ends, each of which takes the next of ``times`` when it is done with one."""
+    ends = times[:workers]
     heapq.heapify(ends)
-    for time in tiles[workers:]:
+    for time in times[workers:]:
         heapq.heapreplace(ends, ends[0] + time)
-    return max(ends), sum(tiles) / workers
+    return max(ends)
 
 
 def fewer_of_fused(problem: AttentionProblem, together: int) -> int:

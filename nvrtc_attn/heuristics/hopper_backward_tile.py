@@ -30,6 +30,7 @@ from .hopper_backward_schedule import (
     MOST_TILES_IN_TURN,
     TURNS_OF_PART,
     TURNS_OF_TILE,
+    end_of_parts,
     even_group,
     head_bytes,
     head_group,
@@ -45,6 +46,12 @@ TURNS_OF_NARROW_PART: Final = 3
 """The same of tiles of 128 queries, for `by_turns`: 13 documents of 897 tokens on average, 14 heads on 2, D 64, take
 476 us whole and 380 in 7 blocks a group; 29 of 220, 9 on 3, 72 whole and 89 in 3 (H200, 2026-11-29)."""
 MAX_PARTS: Final = 16
+TURNS_OF_HALF: Final = 2.3
+TURNS_OF_HALVES: Final = 7.5
+TURNS_OF_NARROW_HALF: Final = 2.8
+TURNS_OF_NARROW_HALVES: Final = 1.3
+"""What `parts_of_few` counts with: for a part, and for adding up those of all key tiles, of as many as there are
+multiprocessors, or up to head dim 64 of any number."""
 TURNS_OF_PART_APART: Final = 3.4
 """What a part takes that `choose_parts` makes, its share of the launch that adds them up included."""
 TURNS_OF_EACH_PART: Final = 0.3
@@ -429,6 +436,8 @@ def choose_parts(problem: AttentionProblem, block_m: int, num_sms: int, least_ga
     if not (is_plain(problem) or short) or not tiles or is_float32(problem, "dk", "dv"):  # parts write the type of k
         return 1, 0
     if problem.band:
+        if is_causal(problem) and group == 1 and tiles <= num_sms:
+            return parts_of_few(problem, block_m, num_sms), 0
         bytes_of_head = head_bytes(problem)
         drifts = is_causal(problem) and group * bytes_of_head > MOST_OF_GROUP and bytes_of_head <= L2_BYTES
         return (group if drifts and num_sms <= 2 * tiles <= 16 * num_sms else 1), 0
@@ -446,3 +455,18 @@ def choose_parts(problem: AttentionProblem, block_m: int, num_sms: int, least_ga
     most = min(MAX_PARTS, turns, 2 * num_sms // (tiles - whole))
     parts = min(range(1, most + 1), key=time)
     return (parts, whole) if time(1) - time(parts) >= max(MIN_GAIN_OF_PARTS, least_gain * time(1)) else (1, 0)
+
+
+def parts_of_few(problem: AttentionProblem, block_m: int, num_sms: int) -> int:
+    """1 or 2 parts of each key tile of a causal pass whose whole ones could have a block each: long ones end last.
+
+    By an estimate in query tiles. Time whole over time in 2 parts, D 128: 1 x 1024 x 16 0.83, 1 x 2048 x 8 1.06, 1 x
+    768 x 8 1.17, 1 x 4096 x 4 1.31, 1 x 8192 x 2 1.55; D 72, 1 x 2048 x 6 1.33; D 64, 1 x 512 x 16 0.97, 1 x 1024 x 12
+    1.06, 1 x 4096 x 4 1.39. In 3 parts 0.72 to 1.24; only the longest tiles in parts 0.79 to 1.47; 144 to 256 tiles
+    0.82 to 0.97 (H200, 2026-11-30).
+    """
+    beside, launch = TURNS_OF_HALF, TURNS_OF_HALVES * key_tiles(problem) / num_sms
+    if max(problem.head_dim, problem.head_dim_v) <= 64:
+        beside, launch = TURNS_OF_NARROW_HALF, TURNS_OF_NARROW_HALVES
+    whole, halves = (end_of_parts(problem, block_m, n, num_sms, (TURNS_OF_TILE, beside)) for n in (1, 2))
+    return 2 if halves + launch <= whole else 1

@@ -74,17 +74,15 @@ def dkv_launch(
 def dkv_convert_launch(problem: AttentionProblem, config: BackwardConfig, num_n_blocks: int) -> Launch:
     convert = _plain(config, "dkv_convert", Features(float32_k=config.features.float32_k))
     grid = problem.num_heads_kv * num_tiles(problem, problem.k, num_n_blocks, config.block_n)
-    return Launch(
-        config=convert, grid=grid, block=convert.num_threads, smem_bytes=0, params=(("num_n_blocks", num_n_blocks),)
-    )
+    params = (("num_n_blocks", num_n_blocks),)
+    return Launch(config=convert, grid=grid, block=convert.num_threads, smem_bytes=0, params=params, overlaps=True)
 
 
 def dq_convert_launch(problem: AttentionProblem, config: BackwardConfig, num_m_blocks: int) -> Launch:
     convert = _plain(config, "dq_convert", Features(float32_q=config.features.float32_q))
     grid = problem.num_heads * num_tiles(problem, problem.q, num_m_blocks, config.block_m)
-    return Launch(
-        config=convert, grid=grid, block=convert.num_threads, smem_bytes=0, params=(("num_m_blocks", num_m_blocks),)
-    )
+    params = (("num_m_blocks", num_m_blocks),)
+    return Launch(config=convert, grid=grid, block=convert.num_threads, smem_bytes=0, params=params, overlaps=True)
 
 
 def workspaces_of(problem: AttentionProblem, config: BackwardConfig, num_n_blocks: int) -> Iterator[Workspace]:

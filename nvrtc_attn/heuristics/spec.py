@@ -27,6 +27,9 @@ class Launch:
     params: tuple[tuple[str, int], ...] = ()
     tensor_maps: tuple[TensorMap, ...] = ()
     """What the copy engine reads, encoded into the params for the addresses of each run."""
+    overlaps: bool = False
+    """It may begin before the launch ahead of it has ended: its kernel waits for that one, in every thread block
+    (``cuda_src/nvrtc_attn/common/overlapping_launch.cuh``). Where the GPU or the driver cannot, it begins behind it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

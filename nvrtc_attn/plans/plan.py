@@ -88,7 +88,10 @@ _Key = tuple[tuple[int, ...], int, int, bytes]
 
 
 class _Ready(NamedTuple):
-    """The work of a run whose addresses and stream came before, as arguments of the driver's functions."""
+    """The work of a run whose addresses and stream came before, as arguments of the driver's functions.
+
+    A launch's are those of ``cuLaunchKernelEx`` where the plan's step overlaps.
+    """
 
     memsets: tuple[tuple[Any, ...], ...]
     launches: tuple[tuple[Any, ...], ...]
@@ -213,11 +216,10 @@ class _PlanBase:
             return
         for arguments in ready.memsets:
             driver.call("cuMemsetD8Async", *arguments, device=self._device)
-        launch = driver.api().cuLaunchKernel
-        for arguments in ready.launches:
-            code = launch(*arguments)[0]
+        api = driver.api()
+        for step, arguments in zip(self._steps, ready.launches, strict=True):
+            code = (api.cuLaunchKernelEx if step.overlaps else api.cuLaunchKernel)(*arguments)[0]
             if code != driver.SUCCESS:
-                step = self._steps[ready.launches.index(arguments)]
                 raise refused(step.kernel, step.what, int(code))
 
     def _launch_new(self, key: _Key, rng: RngState, modifier: ModifierValues) -> None:
@@ -237,7 +239,7 @@ class _PlanBase:
         pointers = self._pick(known)
         packed = self._words.pack(*pointers)
         write = self._copy.pack_into
-        launch = driver.api().cuLaunchKernel
+        api = driver.api()
         memsets = tuple([(workspace + start, 0, nbytes, stream) for start, nbytes in self._zeroed])
         memsets += tuple([(address, 0, nbytes, stream) for address, nbytes in modifier.zeroed])
         for arguments in memsets:
@@ -250,7 +252,7 @@ class _PlanBase:
             try:
                 params = step.spare.pop()
             except IndexError:
-                params = ParamsBuffer(step.template)
+                params = step.new_params()
             write(params.data, 0, packed)
             if step.behind is not None:
                 step.behind[0].pack_into(params.data, step.behind[1], *[addresses[place] for place in self._BEHIND])
@@ -262,13 +264,18 @@ class _PlanBase:
                 ctypes.memmove(ctypes.addressof(params.data) + step.modifier_at, modifier.block, len(modifier.block))
             if step.tensor_maps is not None:
                 step.tensor_maps.write(params.data, pointers)
-            # The bindings make an object of every stream handle but None, which is the legacy default stream.
-            arguments = *step.what, stream or None, params.address, 0
-            code = launch(*arguments)[0]
+            told: tuple[Any, ...]
+            if step.overlaps:
+                told = params.config_for(stream), step.kernel.function, params.address, 0
+                code = api.cuLaunchKernelEx(*told)[0]
+            else:
+                # The bindings make an object of every stream handle but None, which is the legacy default stream.
+                told = *step.what, stream or None, params.address, 0
+                code = api.cuLaunchKernel(*told)[0]
             if code != driver.SUCCESS:
                 raise refused(step.kernel, step.what, int(code))
             if keeps:
-                kept.append((arguments, params))
+                kept.append((told, params))
             else:
                 step.spare.append(params)
         if keeps:

@@ -14,7 +14,7 @@ from ..front.problem import AttentionProblem, OperandLayout
 from ..heuristics.spec import Launch
 from ..jit.codegen import params_class
 from ..jit.params import PART_FIELDS, UNBOUNDED, BackwardParams, ForwardParams, HopperBackwardParams
-from ..runtime.kernel import Kernel, ParamsBuffer, what_to_launch
+from ..runtime.kernel import Kernel, ParamsBuffer, can_overlap, what_to_launch
 from ..runtime.tensor_maps import TensorMapEncoder
 
 LOG2_E: Final = ctypes.c_float(math.log2(math.e)).value
@@ -25,8 +25,8 @@ class Step:
     """One launch with its own copy of the params."""
 
     __slots__ = (
-        *("alone", "behind", "grid", "kernel", "modifier_at", "smem_bytes", "spare", "starts_at", "template"),
-        *("tensor_maps", "what"),
+        *("alone", "behind", "grid", "kernel", "modifier_at", "overlaps", "smem_bytes", "spare", "starts_at"),
+        *("template", "tensor_maps", "what"),
     )
 
     def __init__(
@@ -63,8 +63,13 @@ class Step:
             values.exponent_scale = values.scale * LOG2_E  # exact until it is stored, so rounded as on the device
         self.kernel, self.grid, self.smem_bytes = kernel, spec.grid, spec.smem_bytes
         self.what = what_to_launch(kernel, spec.grid, spec.block, spec.smem_bytes)
+        self.overlaps = spec.overlaps and can_overlap(kernel.device)
         self.template = bytes(values)
         self.spare: list[ParamsBuffer] = []  # as many as threads have run this at once
+
+    def new_params(self) -> ParamsBuffer:
+        """A buffer for one launch at a time."""
+        return ParamsBuffer(self.template, self.what if self.overlaps else None)
 
 
 def params_of(problem: AttentionProblem, backward: bool) -> ForwardParams | BackwardParams:

@@ -5,7 +5,8 @@ now, so that a first launch inside a graph capture has nothing left to load. Not
 captured graph must outlive it, and the kernels of a process are few.
 
 A launch goes through ``cuLaunchKernel``: ``cuLaunchKernelEx`` needs a mutable config object per thread and is no
-faster (binding overhead 0.30 against 0.26 + 0.05 microseconds), and launch attributes are not used.
+faster (binding overhead 0.30 against 0.26 + 0.05 microseconds). One that begins before the launch ahead of it has ended
+needs that function, and its config lies beside the params.
 
 Concurrency: one lock per (device, key). The table is read without a lock.
 """
@@ -28,6 +29,8 @@ from . import device as devices
 from . import driver
 
 MAX_GRID: Final = 2**31 - 1
+OVERLAPS_SINCE: Final = (12, 3)
+"""The first driver that captures launches that overlap into CUDA graphs."""
 _Slot = ctypes.c_void_p * 1
 
 
@@ -211,15 +214,40 @@ class ParamsBuffer:
     """Host memory of one launch's params, and the driver's list of arguments, which points at it.
 
     ``data`` begins as ``template``. The driver copies it during a launch: one buffer serves one launch after another,
-    but not two threads at once.
+    but not two threads at once. With ``overlapping``, the `what_to_launch` of a launch that overlaps the one ahead, it
+    has the config of that, too.
     """
 
-    __slots__ = ("_slot", "address", "data")
+    __slots__ = ("_config", "_slot", "address", "data")
 
-    def __init__(self, template: bytes) -> None:
+    def __init__(self, template: bytes, overlapping: tuple[Any, ...] | None = None) -> None:
         self.data = ctypes.create_string_buffer(template, len(template))
         self._slot = _Slot(ctypes.addressof(self.data))
         self.address = ctypes.addressof(self._slot)
+        self._config: Any = None if overlapping is None else _overlapping_config(overlapping)
+
+    def config_for(self, stream: int) -> Any:
+        """The config for ``cuLaunchKernelEx``: this object's own, which the driver reads during the launch."""
+        self._config.hStream = driver.api().CUstream(stream)
+        return self._config
+
+
+def can_overlap(device: int) -> bool:
+    """Whether ``device`` and the driver take launches that begin before the one ahead has ended, in captures too."""
+    return driver.driver_version() >= OVERLAPS_SINCE and devices.properties(device).compute_capability >= (9, 0)
+
+
+def _overlapping_config(what: tuple[Any, ...]) -> Any:
+    """``what`` of `what_to_launch` for a launch that begins early: programmatic stream serialization."""
+    api = driver.api()
+    config, attribute, value = api.CUlaunchConfig(), api.CUlaunchAttribute(), api.CUlaunchAttributeValue()
+    _, config.gridDimX, config.gridDimY, config.gridDimZ, *block, config.sharedMemBytes = what
+    config.blockDimX, config.blockDimY, config.blockDimZ = block
+    value.programmaticStreamSerializationAllowed = 1
+    attribute.id = api.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value = value
+    config.attrs, config.numAttrs = [attribute], 1
+    return config
 
 
 def launch(kernel: Kernel, grid: int, block: int, smem_bytes: int, params: ParamsBuffer, stream: int) -> None:

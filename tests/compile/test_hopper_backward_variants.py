@@ -497,6 +497,15 @@ def other_ways(head_dim: int, tile: dict[str, Any], changes: dict[str, Any]) -> 
         (64, {"parts": 4, "fused": False}, {"seqlen_k": 77}),
         (64, {"parts": 4, "fused": True}, {"window_left": 100, "window_right": 20}),
         (96, {"parts": 4, "own_code": True, "values_in_registers": True}, CAUSAL),
+        *(
+            # Few causal key tiles, by head dim.
+            (d, {"parts": 2, "fused": False, "descending": True} | more, CAUSAL)
+            for d, more in (
+                (64, {"values_in_registers": True}),
+                (80, {"own_code": True, "keys_in_registers": True, "values_in_registers": True}),
+                (128, {"block_m": 80}),
+            )
+        ),
         (64, {"values_in_registers": True}, {"dtype": "float16", **CAUSAL}),
         (64, {"values_in_registers": True, "fused": False}, {}),
         *((d, {"own_code": True, "values_in_registers": d <= 96}, CAUSAL) for d in (72, 96, 112)),

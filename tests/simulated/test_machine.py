@@ -288,6 +288,17 @@ def test_what_a_kernel_must_not_do(body: str, said: str, machine: Any, monkeypat
         run(machine, body + STORE, WORDS, module=SHARED)
 
 
+def test_every_block_waits_for_the_launch_ahead_or_none(machine: Any) -> None:
+    """The second of two blocks does not."""
+    wait = "griddepcontrol.wait;\n"
+    apart = f"mov.u32 %r3, %ctaid.x;\n setp.ne.u32 %p1, %r3, 0;\n @%p1 bra $L_end;\n {wait}$L_end:\n"
+    params = (ctypes.c_uint64 * 8)(WORDS.ctypes.data, np.zeros(32, np.uint32).ctypes.data)
+    for body in (wait, "griddepcontrol.launch_dependents;\n"):
+        Kernel(machine, HEAD.format(body=body, module="")).launch(2, 32, 0, 4, ctypes.addressof(params), 1)
+    with pytest.raises(SimulationError, match="1 blocks ended without a wait for the launch ahead"):
+        Kernel(machine, HEAD.format(body=apart, module="")).launch(2, 32, 0, 4, ctypes.addressof(params), 1)
+
+
 def test_what_is_not_known_is_said_before_anything_runs(machine: Any) -> None:
     with pytest.raises(ptx.UnknownInstructionError, match=r"line \d+: wmma"):
         run(machine, "wmma.load.a.sync.aligned.row.m16n16k16.f16 {%r3}, [%rd1];", WORDS)

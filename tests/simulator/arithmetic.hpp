@@ -456,6 +456,13 @@ OP("tag.local", BODY { return map1<u64, u64>(w, i, lanes, [](u64 a) { return a |
 OP("untag.local", BODY { return map1<u64, u64>(w, i, lanes, [](u64 a) { return a & ~kGenericLocal; }); });
 OP("nothing", BODY { return (void)w, (void)i, (void)lanes, kNext; });
 OP(
+    "griddepcontrol.wait", BODY {
+      (void)i, (void)lanes;
+      if (!w.block->waited) ++w.machine->waited;
+      w.block->waited = true;
+      return kNext;
+    });
+OP(
     "trap", BODY {
       (void)w, (void)i, (void)lanes;
       fail("trap");

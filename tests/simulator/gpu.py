@@ -1,7 +1,8 @@
 """A GPU in this process: the driver of tests/fake_driver.py, whose launches are executed by `machine.cpp`.
 
 Kernels are what NVRTC makes of them up to PTX; registers, shared memory and tensor maps are as the hardware's. What it
-shows: wrong indices, masks, layouts, missing waits and barriers, deadlocks, memory that is read before it is written.
+shows: wrong indices, masks, layouts, missing waits and barriers, deadlocks, memory that is read before it is written,
+blocks that end without having waited for the launch that theirs overlaps.
 What it cannot show: what ptxas makes of the PTX, races between two generic accesses, fences, speed.
 """
 
@@ -255,6 +256,11 @@ class SimulatedGpu(FakeDriver):
             executed = kernel.launch(grid, block, smem, self.resident, address, self.seed)
             self.notes += kernel.notes.splitlines()
             self.launched.append((hashlib.sha256(self.images[int(function) - 1][1]).hexdigest()[:12], executed))
+
+    def do_LaunchKernelEx(self, config: Any, function: int, params: int, extra: int) -> None:
+        text = self.kernel(int(function)).text  # that all of its blocks wait is what the machine looks at
+        assert "griddepcontrol.wait" in text, "a launch that overlaps the one ahead, of a kernel that does not wait"
+        super().do_LaunchKernelEx(config, function, params, extra)
 
     def do_FuncGetAttribute(self, which: Any, function: int) -> int:
         return self.kernel(int(function)).static_smem if which.name == "CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES" else 0

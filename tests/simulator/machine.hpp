@@ -159,6 +159,7 @@ struct Block {
   std::vector<uint8_t> smem;
   std::vector<Warp> warps;
   Barrier barriers[16];
+  bool waited = false;  // for the launch ahead
   int threads() const { return int(warps.size()) * kLanes; }
 };
 struct Cluster {
@@ -187,6 +188,7 @@ struct Machine {
   Instr const* at = nullptr;                    // for messages
   std::string notes;
   Warp* who = nullptr;
+  int waited = 0;  // blocks that have waited for the launch ahead
 
   bool chance() { return random() & 1; }
   void later(std::function<void()> work) {
@@ -521,6 +523,7 @@ inline std::unique_ptr<Cluster> start_cluster(Machine& machine, int first) {
     block->cluster = cluster.get();
     block->rank = rank;
     block->index = first + rank;
+    block->waited = false;
     std::fill(block->barriers, block->barriers + 16, Barrier());
     size_t const bytes = size_t(machine.program.static_smem + machine.dynamic_smem);
     block->smem.resize(bytes);
@@ -576,6 +579,9 @@ inline uint64_t run_grid(Machine& machine) {
   }
   machine.who = nullptr;
   while (machine.happen(true)) {
+  }
+  if (machine.waited && machine.waited < machine.grid) {
+    fail(std::to_string(machine.grid - machine.waited) + " blocks ended without a wait for the launch ahead");
   }
   return total;
 }

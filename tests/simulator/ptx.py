@@ -504,8 +504,11 @@ class Reader:
     def on_prefetch(self, _words: list[str], _x: list[str]) -> tuple[str, list[int]]:
         return "nothing", []
 
-    on_fence = on_membar = on_griddepcontrol = on_nanosleep = on_createpolicy = on_prefetch
+    on_fence = on_membar = on_nanosleep = on_createpolicy = on_prefetch
     on_discard = on_applypriority = on_prefetchu = on_prefetch
+
+    def on_griddepcontrol(self, words: list[str], _x: list[str]) -> tuple[str, list[int]]:
+        return "griddepcontrol.wait" if words[1] == "wait" else "nothing", []
 
     def on_setmaxnreg(self, _words: list[str], _x: list[str]) -> tuple[str, list[int]]:
         return "aligned", []

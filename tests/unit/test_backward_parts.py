@@ -124,7 +124,8 @@ def header(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> ctypes
         ((2, 700, 700, 8, 2, True), 3, 0),
         ((1, 4608, 4608, 24, 24, False), 5, 792),
         ((2, 100, 900, 4, 2, True), 11, 1),
-        ((1, 200, 640, 2, 1, False), 9, 0),
+        ((1, 200, 640, 2, 1, False), 9, 0),  # more parts than query tiles
+        ((1, 500, 600, 3, 3, True), 2, 0),  # the last key tile has no query
     ],
     ids=str,
 )
@@ -162,7 +163,7 @@ def test_every_query_tile_of_every_head_once(
     # Every part has a slot of the workspace, as many apart as tiles are shared, or a tile has one for all its parts.
     shared = {slot: tiles for slot, tiles in slots.items() if slot >= 0}
     apart = bool(given["parts_apart"])
-    assert apart == (not asked.band and parts <= group * given["num_m_blocks"])
+    assert apart == (not asked.band or group == 1)
     assert sorted(shared) == list(range((key_tiles - whole) * (parts if apart else 1)))
     for slot, tiles in shared.items():
         assert len(set(tiles)) == 1
@@ -220,6 +221,13 @@ def test_launches_and_workspace() -> None:
         (problem(4, 16384, 16384, 64, 4, True), 1),  # key tiles enough for whole groups to be balanced
         (problem(1, 8192, 8192, 64, 8, True), 1),
         (problem(1, 32760, 512, 40, 40, False, deterministic=True), 1),
+        (problem(1, 4096, 4096, 4, 4, True), 2),  # 128 key tiles, of 2 to 52 query tiles
+        (problem(1, 4096, 4096, 4, 4, True, 64), 2),
+        (problem(1, 4096, 4096, 4, 4, True, deterministic=True), 1),
+        (problem(1, 4096, 4096, 8, 4, True), 1),  # heads are split
+        (problem(1, 4096, 4096, 4, 4, True, window_left=1023), 1),
+        (problem(1, 1024, 1024, 16, 16, True), 1),  # adding the parts up takes more than they gain
+        (problem(1, 3000, 3000, 8, 8, True), 1),  # 192 key tiles
     ],
     ids=str,
 )
@@ -314,6 +322,20 @@ def test_when_the_last_thread_block_ends() -> None:
     # From the top left, and 128 keys that no query sees: such a tile takes its two.
     wide = problem(1, 256, 384, 1, 1, True, bottom_right=False)
     assert hopper_backward_schedule.in_turn(wide, 1, 1, 1) == (12, 12)
+
+
+def test_when_the_last_part_ends() -> None:
+    """The same key tiles with three more for each part."""
+    asked = problem(1, 384, 384, 1, 1, True)
+
+    def end(parts: int, workers: int) -> float:
+        return hopper_backward_schedule.end_of_parts(asked, 64, parts, workers, (2, 3))
+
+    assert end(1, 3) == 8
+    assert end(2, 1) == 12 + 6 * 3
+    assert end(2, 2) == 16  # 6, 6 and 4 on one, 5, 4 and 5 on the other
+    assert end(2, 6) == 6
+    assert end(3, 9) == 5
 
 
 def test_key_tiles_of_one_head_read_the_same_rows() -> None:

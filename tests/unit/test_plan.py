@@ -68,7 +68,7 @@ def test_counters_are_zeroed_before_the_launches_in_the_context_of_the_plan(fake
     run(made, 1 << 30)
     assert fake.stack == [fake.context_of(0)]
     work = [name for name in fake.calls if name.startswith(("cuMemset", "cuLaunch"))]
-    assert work == ["cuMemsetD8Async", "cuLaunchKernel", "cuLaunchKernel"]
+    assert work == ["cuMemsetD8Async", "cuLaunchKernel", "cuLaunchKernelEx"]
     ((context, address, value, nbytes, stream),) = fake.memsets
     assert (context, value, nbytes, stream) == (fake.context_of(1), 0, 4 * (2 + 4 * 16), 0x55)
     assert params_of(fake.launches[0][1:]).counters == address
@@ -82,7 +82,7 @@ def test_a_run_in_the_right_context_asks_for_it_once(fake: FakeDriver) -> None:
     run(made, 1 << 30)  # encodes the tensor maps
     fake.calls.clear()
     run(made, 1 << 30)
-    assert fake.calls == ["cuCtxGetCurrent", "cuMemsetD8Async", "cuLaunchKernel", "cuLaunchKernel"]
+    assert fake.calls == ["cuCtxGetCurrent", "cuMemsetD8Async", "cuLaunchKernel", "cuLaunchKernelEx"]
 
 
 def test_threads_that_run_one_plan_do_not_see_each_others_addresses(

@@ -187,7 +187,8 @@ def test_a_refused_launch_says_which(fake: Recorder, failing: int) -> None:
     made = backward_plan(problem(72, 256), 0, 0)
     first = [ran(fake, made, 1 << 30) for _ in range(3)][-1]
     name = made._steps[failing].kernel.name
-    fake.failures["cuLaunchKernel"] = [0] * failing + [1]
+    assert [step.overlaps for step in made._steps] == [False, True, True]
+    fake.failures["cuLaunchKernelEx" if failing else "cuLaunchKernel"] = [0] * (failing - 1) + [1]
     with pytest.raises(CudaError, match=rf"cuLaunchKernel\({name}, grid {made._steps[failing].grid}, .*INVALID_VALUE"):
         ran(fake, made, 1 << 30)
     assert len(fake.seen) == failing

@@ -209,7 +209,7 @@ struct KeyTileConsumer : cute::conditional_t<HopperBackwardShape<Traits>::kRelay
     } else if (part < 0) {
       store_dk(dk, work);
       if ((Traits::kTileWords || Traits::kParts ? left : work.range.count) == 0 || !kEarlyStore) store_dv(dv, work);
-    } else if (left > 0) {
+    } else if (left > 0 || params.parts_apart) {  // zeros of a part without query tiles
       put_part(dk, dv, part);
     }
   }

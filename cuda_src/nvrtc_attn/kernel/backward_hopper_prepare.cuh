@@ -14,6 +14,7 @@
 #include "../collective/packed_slots.cuh"
 #include "../collective/scores.cuh"
 #include "../collective/seqlen.cuh"
+#include "../common/overlapping_launch.cuh"
 #include "../hopper/backward/line_order.cuh"
 #include "../hopper/backward/list_key_tiles.cuh"
 #include "../hopper/backward/ordered_dq.cuh"
@@ -32,6 +33,7 @@ NVRTC_ATTN_DEVICE void backward_hopper_prepare(HopperBackwardParams const& param
   static_assert(kBlockM % kRows == 0 && kLanes <= 32 && (kLanes & (kLanes - 1)) == 0, "shuffles add up a row");
   static_assert(kEach <= 2 && kLanes * kVec < 2 * Traits::kHeadDimV, "the host counts on other rows (PREPARE_ROWS)");
 
+  let_next_launch_begin();  // which has a multiprocessor's shared memory to itself, and so waits for its blocks of this one
   int const tid = int(threadIdx.x);
   if (blockIdx.x == 0 && tid == 0) *tile_counter(params) = 0;
   int block = int(blockIdx.x);

@@ -17,6 +17,7 @@
 #include "../collective/scores.cuh"
 #include "../collective/seqlen.cuh"
 #include "../collective/sink.cuh"
+#include "../common/overlapping_launch.cuh"
 
 namespace nvrtc_attn {
 
@@ -29,6 +30,7 @@ NVRTC_ATTN_DEVICE void combine(ForwardParams const& params) {
   constexpr int kGroups = kThreads > kVectors ? kThreads / kVectors : 1;
   static_assert(kThreads == 32 || kRows == 1, "the threads of a row are a warp or the block");
   static_assert(Traits::kHeadDimV % 4 == 0, "a thread has four columns");
+  wait_for_launch_ahead();
   extern __shared__ __align__(16) unsigned char smem[];
   int const tid = int(threadIdx.x) % kThreads;
   int const row_in_block = int(threadIdx.x) / kThreads;

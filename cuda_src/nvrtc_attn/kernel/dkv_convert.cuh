@@ -7,6 +7,7 @@
 #include "../collective/gradient_accumulator.cuh"
 #include "../collective/packed_slots.cuh"
 #include "../collective/seqlen.cuh"
+#include "../common/overlapping_launch.cuh"
 #include "../params.cuh"
 
 namespace nvrtc_attn {
@@ -54,6 +55,7 @@ NVRTC_ATTN_DEVICE void dkv_convert(BackwardParams const& params) {
   constexpr int kThreads = Traits::kNumThreads;
   constexpr int kBlockN = Traits::kBlockN;
 
+  wait_for_launch_ahead();
   int const tid = int(threadIdx.x);
   int block = int(blockIdx.x);
   int n0, hk, b;

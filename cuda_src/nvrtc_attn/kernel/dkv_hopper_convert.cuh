@@ -5,6 +5,7 @@
 // No shared memory, no barrier. Dense problems.
 #pragma once
 #include "../collective/gradient_accumulator.cuh"
+#include "../common/overlapping_launch.cuh"
 #include "../hopper/backward/schedule.cuh"
 
 namespace nvrtc_attn {
@@ -18,6 +19,7 @@ NVRTC_ATTN_DEVICE void dkv_hopper_convert(HopperBackwardParams const& params) {
   constexpr int kOfSlot = kBlockN * (Traits::kHeadDim + Traits::kHeadDimV);
   static_assert(!Traits::kVarlen && kThreads % 32 == 0);
 
+  wait_for_launch_ahead();
   int const shared = int(blockIdx.x) / (kBlockN / kKeys);
   int const first = int(blockIdx.x) % (kBlockN / kKeys) * kKeys;  // key of the tile
   KeyTile const tile = key_tile<false, false, true>(params, params.num_whole + shared);

@@ -6,6 +6,7 @@
 #include "../collective/gradient_accumulator.cuh"
 #include "../collective/packed_slots.cuh"
 #include "../collective/seqlen.cuh"
+#include "../common/overlapping_launch.cuh"
 #include "../params.cuh"
 
 namespace nvrtc_attn {
@@ -32,6 +33,7 @@ NVRTC_ATTN_DEVICE void dq_convert(BackwardParams const& params) {
     h = block % params.num_heads;
     b = block / params.num_heads;
   }
+  wait_for_launch_ahead();
   Element* const head = reinterpret_cast<Element*>(params.dq) + index_t(h) * params.dq_stride_h;
   if constexpr (Traits::kVarlen) {
     if (b == params.batch) {

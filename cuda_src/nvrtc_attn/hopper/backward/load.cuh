@@ -3,6 +3,7 @@
 #pragma once
 #include "../../collective/gradient_accumulator.cuh"
 #include "../../collective/tile_bits.cuh"
+#include "../../common/overlapping_launch.cuh"
 #include "../common/bulk.cuh"
 #include "../common/cluster.cuh"
 #include "../common/tma.cuh"
@@ -28,6 +29,12 @@ struct BackwardLoader {
   static constexpr bool kPair = Shape::kBlocks == 2;
   static constexpr bool kRelays = Shape::kRelays;
   static constexpr bool kByWork = Traits::kTileWords && !Traits::kOrdered;  // key tiles in the order of their work
+  // The launch overlaps that of backward_hopper_prepare (begins_early in nvrtc_attn/heuristics/hopper_backward_config.py), of whose
+  // results all but row_lse, delta and the counter of key tiles are read by consumers alone, behind these.
+  static constexpr bool kBeginsEarly =
+      !(kPair || Traits::kFused || Traits::kVarlen || Traits::kTileWords || Traits::kOrdered);
+  // An order of its own for the first turn would spill 24 to 72 bytes here; with two slots K comes first anyway.
+  static constexpr bool kWaitsInTurn = kBeginsEarly && (kRelays || (Traits::kParts && Traits::kBand));
   using Work = KeyTileWork<Traits>;
 
   HopperBackwardParams const& params;
@@ -84,8 +91,9 @@ struct BackwardLoader {
         if (issuer) full_k().arrive();
         barriers.empty_v().wait(parity ^ 1);
         if (issuer) barriers.full_v().arrive();
+        if (kBeginsEarly && issuer) wait_for_launch_ahead();
       } else {
-        load(work, left);
+        load(work, left, kBeginsEarly && !kWaitsInTurn && t == int(blockIdx.x));
       }
       if constexpr (Shape::kBytesZeros > 0) {
         if (issuer && is_real) store_zeros(work);
@@ -94,6 +102,8 @@ struct BackwardLoader {
       if constexpr (kRelays) round ^= parity;
       parity ^= 1;
     }
+    // The conversion of dq: not earlier, or all of its blocks would go to the multiprocessors that are idle first.
+    if (issuer) let_next_launch_begin();
     announce_to_helpers({-1, 0, 0});
     announce({-1, 0, 0}, 0, 0);
     if (issuer) full_k().arrive();
@@ -132,8 +142,8 @@ struct BackwardLoader {
   }
 
   // All copies of one key tile, in the order in which slots become free at the end of the tile before: K last, or first where
-  // it has two slots.
-  NVRTC_ATTN_DEVICE void load(Work const& work, int kept_queries) {
+  // it has two slots. `early`: the block's first tile, while rows are still being prepared.
+  NVRTC_ATTN_DEVICE void load(Work const& work, int kept_queries, bool early) {
     Queries queries(params, work, rank);
     int const hk = key_head<Traits>(params, work.tile.h);
     if constexpr (Shape::kBiasTiles) prefetch(work, queries, hk);
@@ -142,17 +152,21 @@ struct BackwardLoader {
     int in_head = 0;
     if constexpr (Traits::kTileWords) kept.begin(queries.h, queries.m, in_head);
     if constexpr (Traits::kParts) queries.h = turns.h, queries.m = turns.m;
-    if constexpr (kRelays) {
-      announce(work.tile, Traits::kTileWords ? work.tile.h * params.heads_per_group : queries.h, kept_queries);
-      if (issuer) load_k(work, row, hk);
-    }
-    barriers.empty_v().wait(parity ^ 1);
-    if (issuer) load_v(work, row, hk);
-    load_q(work, queries);
-    load_dout(queries);
-    if constexpr (!kRelays) {
-      announce(work.tile, Traits::kTileWords ? work.tile.h * params.heads_per_group : queries.h, kept_queries);
-      if (issuer) load_k(work, row, hk);
+    if (kBeginsEarly && !kWaitsInTurn && early) {
+      load_before_rows(work, queries, row, hk, kept_queries);
+    } else {
+      if constexpr (kRelays) {
+        announce(work.tile, Traits::kTileWords ? work.tile.h * params.heads_per_group : queries.h, kept_queries);
+        if (issuer) load_k(work, row, hk);
+      }
+      barriers.empty_v().wait(parity ^ 1);
+      if (issuer) load_v(work, row, hk);
+      load_q(work, queries);
+      load_dout(queries);
+      if constexpr (!kRelays) {
+        announce(work.tile, Traits::kTileWords ? work.tile.h * params.heads_per_group : queries.h, kept_queries);
+        if (issuer) load_k(work, row, hk);
+      }
     }
     int const total = Traits::kTileWords || Traits::kParts ? kept_queries : work.range.count * params.heads_per_group;
 #pragma unroll 1
@@ -165,6 +179,28 @@ struct BackwardLoader {
       load_q(work, queries);
       load_dout(queries);
     }
+  }
+
+  // The first turn of a block, whose slots are all empty: what S needs first, and behind the wait what rows are prepared for.
+  NVRTC_ATTN_DEVICE void load_before_rows(Work const& work, Queries const& queries, int row, int hk, int kept_queries) {
+    announce(work.tile, queries.h, kept_queries);
+    if (issuer) {
+      Mbarrier const full_q = barriers.full_q(0), full_dout = barriers.full_dout(0);
+      load_k(work, row, hk);
+      full_q.arrive_and_expect(Shape::kBytesQ + Shape::kBytesStatistic);
+      load_rows<Shape::kSlabs>(smem + Shape::kOffsetQ, params.tensor_map_q, full_q, queries, params.q_stride_h,
+                               queries.q_b);
+      if constexpr (Shape::kBiasTiles) load_bias(work, queries);
+      load_v(work, row, hk);
+      full_dout.arrive_and_expect(Shape::kBytesDout + Shape::kBytesStatistic);
+      load_rows<Shape::kSlabsV>(smem + Shape::kOffsetDout, params.tensor_map_dout, full_dout, queries,
+                                params.dout_stride_h, queries.dout_b);
+      wait_for_launch_ahead();
+      load_statistic(smem + Shape::kOffsetLse, params.row_lse, full_q, queries);
+      load_statistic(smem + Shape::kOffsetDelta, params.delta, full_dout, queries);
+    }
+    q_slot.advance();
+    dout_slot.advance();
   }
 
   // Of this key tile. A branch, here and where K goes, instead of a slot that is zero: with that ptxas gave other registers to
@@ -231,6 +267,7 @@ struct BackwardLoader {
       }
       load_rows<Shape::kSlabs>(smem + Shape::kOffsetQ + s * Shape::kBytesQ, params.tensor_map_q, full, queries,
                                params.q_stride_h, queries.q_b);
+      if constexpr (kWaitsInTurn) wait_for_launch_ahead();
       load_statistic(smem + Shape::kOffsetLse + s * Shape::kBytesStatistic, params.row_lse, full, queries);
     }
     if constexpr (Shape::kBiasTiles) {
