@@ -48,10 +48,11 @@ TURNS_OF_NARROW_PART: Final = 3
 MAX_PARTS: Final = 16
 TURNS_OF_HALF: Final = 2.3
 TURNS_OF_HALVES: Final = 7.5
+LEAST_TURNS_OF_HALVES: Final = 2.5
 TURNS_OF_NARROW_HALF: Final = 2.8
 TURNS_OF_NARROW_HALVES: Final = 1.3
 """What `parts_of_few` counts with: for a part, and for adding up those of all key tiles, of as many as there are
-multiprocessors, or up to head dim 64 of any number."""
+multiprocessors, and at least; up to head dim 64 of any number."""
 TURNS_OF_PART_APART: Final = 3.4
 """What a part takes that `choose_parts` makes, its share of the launch that adds them up included."""
 TURNS_OF_EACH_PART: Final = 0.3
@@ -172,7 +173,7 @@ def tile_of_queries(problem: AttentionProblem, num_sms: int) -> Tile:
     whole_heads = splits == 1 or (is_causal(problem) and problem.seqlen_q > FUSED_BAND)
     few_keys = problem.window_left is not None and window_of(problem) < WINDOW_OF_80
     wide = 80 if transposed and whole_heads and not few_keys else block_m
-    return replace(tile, block_m=fewer_empty(problem, wide, fused) if parts == 1 else wide)
+    return replace(tile, block_m=fewer_empty(problem, wide, fused) if parts == 1 or problem.band else wide)
 
 
 def window_of(problem: AttentionProblem) -> int:
@@ -465,7 +466,7 @@ def parts_of_few(problem: AttentionProblem, block_m: int, num_sms: int) -> int:
     1.06, 1 x 4096 x 4 1.39. In 3 parts 0.72 to 1.24; only the longest tiles in parts 0.79 to 1.47; 144 to 256 tiles
     0.82 to 0.97 (H200, 2026-11-30).
     """
-    beside, launch = TURNS_OF_HALF, TURNS_OF_HALVES * key_tiles(problem) / num_sms
+    beside, launch = TURNS_OF_HALF, max(TURNS_OF_HALVES * key_tiles(problem) / num_sms, LEAST_TURNS_OF_HALVES)
     if max(problem.head_dim, problem.head_dim_v) <= 64:
         beside, launch = TURNS_OF_NARROW_HALF, TURNS_OF_NARROW_HALVES
     whole, halves = (end_of_parts(problem, block_m, n, num_sms, (TURNS_OF_TILE, beside)) for n in (1, 2))

@@ -34,7 +34,8 @@ struct BackwardLoader {
   static constexpr bool kBeginsEarly =
       !(kPair || Traits::kFused || Traits::kVarlen || Traits::kTileWords || Traits::kOrdered);
   // An order of its own for the first turn would spill 24 to 72 bytes here; with two slots K comes first anyway.
-  static constexpr bool kWaitsInTurn = kBeginsEarly && (kRelays || (Traits::kParts && Traits::kBand));
+  static constexpr bool kWaitsInTurn =
+      kBeginsEarly && (kRelays || (Traits::kParts && Traits::kBand) || ModifierOf<Traits>::kAny);
   using Work = KeyTileWork<Traits>;
 
   HopperBackwardParams const& params;
