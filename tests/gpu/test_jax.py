@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from child_environment import python_path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "unit"))
 
 torch = pytest.importorskip("torch", reason="torch is not installed: its adapter is the yardstick here")
 jax = pytest.importorskip("jax", reason="jax is not installed")

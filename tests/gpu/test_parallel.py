@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from harness import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "unit"))
 
 from test_parallel_processes import results_of, run, start
 

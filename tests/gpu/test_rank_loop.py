@@ -14,7 +14,7 @@ import pytest
 from cases import make_case
 from harness import backend, families, torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "unit"))
 
 from parallel_problems import Shared, take
 from test_parallel_strategies import check, exchange, make, run_ranks
